@@ -28,7 +28,9 @@
 //   - A [Leader] under [Priority] always takes the lowest (step, forward
 //     position, offset) that is ready; if that one has to wait for credit or
 //     for a lane, all wait behind it. Under [FIFO] it takes what became ready
-//     first. Steps whose policies differ go oldest first.
+//     first.
+//   - Plans and gradients come in the order of the steps: a step takes gradients
+//     once the one before it is closed.
 //   - A [Follower] issues exactly in the order that it is told.
 //   - Bytes that the engine holds (issued and not sent) never exceed the credit
 //     of the plan of the partition issued last, except that a partition larger
@@ -44,10 +46,11 @@
 // operation once every rank has issued it. The rank that has issued the fewest
 // has only issued what all have issued, so it comes to hold nothing and to have
 // nothing in flight, and then neither credit nor lanes can refuse its next
-// partition: it waits for gradients only. For those to come, whoever drives a
-// rank may wait for tensors of a step only after it closed that step, and gives
-// no gradient of a later step before that; it must close step s before it
-// waits to open s+2.
+// partition: it waits for gradients only. Those come, since whatever a rank waits
+// for before it gives them lies earlier in the order: gradients of a step are
+// given after the one before was closed, so a leader has put all of that one in
+// front. It remains for whoever drives a rank to wait for tensors of a step only
+// after closing it, and to close step s before waiting to open s+2.
 //
 // Ranks that each choose their own order (all leaders) need an engine that
 // calls Sent without waiting for other ranks, and no limit on lanes: with one

@@ -55,7 +55,7 @@ type Scheduler struct {
 	alive    [2]*slot // by step, oldest first; nil behind the last
 	opened   bool     // a step was ever opened, and
 	last     uint64   // this is the newest
-	turns    uint64   // turns given out so far
+	turns    uint64   // partitions ordered so far
 	held     int64    // bytes issued and not sent
 	inFlight int      // partitions issued and not done
 }
@@ -65,7 +65,7 @@ func New(l *Layout, role Role) *Scheduler {
 	s := &Scheduler{layout: l, role: role}
 	for i := range s.slots {
 		s.slots[i].tensorReady = make([]bool, l.Tensors())
-		s.slots[i].readied = make([]turn, 0, l.Tensors())
+		s.slots[i].readied = make([]int32, 0, l.Tensors())
 		s.slots[i].undone = make([]int32, l.Tensors())
 	}
 	return s
@@ -119,6 +119,7 @@ func (s *Scheduler) SetPlan(step uint64, p *Plan) error {
 
 // Ready says that the gradient of a tensor lies in its space and may be sent. It
 // is called once per tensor and step; Close does it for those that never come.
+// Gradients come in the order of the steps: the step before must be closed.
 func (s *Scheduler) Ready(step uint64, tensor int) error {
 	sl, err := s.find(step)
 	switch {
@@ -130,8 +131,10 @@ func (s *Scheduler) Ready(step uint64, tensor int) error {
 		return fmt.Errorf("sched: tensor %d ready in step %d: the step is closed; it belongs to a later step", tensor, step)
 	case sl.tensorReady[tensor]:
 		return fmt.Errorf("sched: tensor %d ready in step %d: it is already; a second gradient belongs to a later step", tensor, step)
+	case s.early(sl):
+		return fmt.Errorf("sched: tensor %d ready in step %d: close step %d first", tensor, step, s.alive[0].step)
 	}
-	sl.tensor(int32(tensor), s.turn(), s.role)
+	sl.tensor(int32(tensor), s.role)
 	return nil
 }
 
@@ -145,12 +148,14 @@ func (s *Scheduler) Close(dst []int, step uint64) ([]int, error) {
 		return dst, fmt.Errorf("sched: close step %d: %w", step, err)
 	case sl.closed:
 		return dst, fmt.Errorf("sched: close step %d: it is closed already", step)
+	case s.early(sl):
+		return dst, fmt.Errorf("sched: close step %d: close step %d first", step, s.alive[0].step)
 	}
 	sl.closed = true
-	if sl.ready < len(sl.tensorReady) {
+	if len(sl.readied) < len(sl.tensorReady) {
 		for t, ready := range sl.tensorReady {
 			if !ready {
-				sl.tensor(int32(t), s.turn(), s.role)
+				sl.tensor(int32(t), s.role)
 				dst = append(dst, t)
 			}
 		}
@@ -175,7 +180,8 @@ func (s *Scheduler) Order(step uint64, index int) error {
 		return fmt.Errorf("sched: order partition %d of step %d: %w", index, step, err)
 	}
 	sl.flags[index] |= flagOrdered
-	sl.queue = append(sl.queue, turn{s.turn(), int32(index)})
+	s.turns++
+	sl.queue = append(sl.queue, entry{s.turns, int32(index)})
 	return nil
 }
 
@@ -248,18 +254,18 @@ func (s *Scheduler) Done(dst []int, step uint64, index int) ([]int, error) {
 	return dst, nil
 }
 
-// front returns the partition whose turn it is, and nil if none is in line.
+// front returns the partition whose turn it is, and nil if none is in line. For
+// a leader the older step goes first: all its partitions were in line before the
+// first of the later one, since plans and gradients come in the order of steps.
 func (s *Scheduler) front() (*slot, int32) {
 	a, b := s.alive[0], s.alive[1]
-	if b == nil || b.queued() == 0 {
+	switch {
+	case b == nil || b.queued() == 0:
 		if a == nil || a.queued() == 0 {
 			return nil, 0
 		}
-		return a, a.front()
-	}
-	// Without a.byPrio and b.byPrio both lines are queues: turns decide.
-	if a.queued() == 0 || !a.byPrio && !b.byPrio && b.queue[b.head].turn < a.queue[a.head].turn {
-		return b, b.front()
+	case a.queued() == 0 || s.role == Follower && b.queue[b.head].turn < a.queue[a.head].turn:
+		a = b
 	}
 	return a, a.front()
 }
@@ -278,10 +284,9 @@ func (s *Scheduler) check(sl *slot, i int32) Reason {
 	return Free
 }
 
-// turn gives out the next turn.
-func (s *Scheduler) turn() uint64 {
-	s.turns++
-	return s.turns
+// early says whether the step before this one is still open for gradients.
+func (s *Scheduler) early(sl *slot) bool {
+	return sl == s.alive[1] && !s.alive[0].closed
 }
 
 // retire frees the slot of a step that has nothing left to wait for.

@@ -9,9 +9,10 @@ const (
 	flagDone
 )
 
-// turn is a partition's place in a queue that is first in, first out. Turns
-// count over all steps.
-type turn struct {
+// entry is a partition in a queue that is first in, first out. Turns count over
+// all steps, so that a follower finds which of two queues is first; a leader
+// always takes the older step's, and leaves them 0.
+type entry struct {
 	turn  uint64
 	index int32
 }
@@ -25,8 +26,7 @@ type slot struct {
 	plan   *Plan // nil until SetPlan
 
 	tensorReady []bool
-	readied     []turn  // tensors in the order they became ready, until SetPlan replays them
-	ready       int     // tensors ready
+	readied     []int32 // tensors in the order they became ready
 	undone      []int32 // by tensor: partitions not done, once planned
 
 	flags  []uint8 // by partition
@@ -34,9 +34,9 @@ type slot struct {
 	done   int     // partitions done
 	byPrio bool    // ready partitions are in set, not in queue
 
-	set   minSet // leader, Priority: ready and not issued
-	queue []turn // leader, FIFO: in order of readiness; follower: in the leader's order
-	head  int    // queue[head:] is not issued
+	set   minSet  // leader, Priority: ready and not issued
+	queue []entry // leader, FIFO: in order of readiness; follower: in the leader's order
+	head  int     // queue[head:] is not issued
 }
 
 // open starts step in an unused slot.
@@ -44,7 +44,7 @@ func (sl *slot) open(step uint64) {
 	sl.step, sl.alive, sl.closed, sl.plan = step, true, false, nil
 	clear(sl.tensorReady)
 	sl.readied, sl.queue = sl.readied[:0], sl.queue[:0]
-	sl.ready, sl.done, sl.head = 0, 0, 0
+	sl.done, sl.head = 0, 0
 	sl.byPrio = false
 }
 
@@ -62,24 +62,22 @@ func (sl *slot) use(p *Plan, role Role) {
 	} else {
 		sl.queue = resized(sl.queue, p.Len())[:0]
 	}
-	for _, r := range sl.readied {
-		sl.arrive(r.index, r.turn, role)
+	for _, t := range sl.readied {
+		sl.arrive(t, role)
 	}
 }
 
 // tensor marks tensor t, which is not ready, as ready.
-func (sl *slot) tensor(t int32, now uint64, role Role) {
+func (sl *slot) tensor(t int32, role Role) {
 	sl.tensorReady[t] = true
-	sl.ready++
-	if sl.plan == nil {
-		sl.readied = append(sl.readied, turn{now, t})
-		return
+	sl.readied = append(sl.readied, t)
+	if sl.plan != nil {
+		sl.arrive(t, role)
 	}
-	sl.arrive(t, now, role)
 }
 
 // arrive tells the partitions of tensor t that it is ready.
-func (sl *slot) arrive(t int32, now uint64, role Role) {
+func (sl *slot) arrive(t int32, role Role) {
 	first := sl.plan.first[t]
 	for i := first; i < first+sl.plan.count[t]; i++ {
 		if sl.needs[i]--; sl.needs[i] > 0 {
@@ -90,7 +88,7 @@ func (sl *slot) arrive(t int32, now uint64, role Role) {
 		case sl.byPrio:
 			sl.set.add(i)
 		case role == Leader:
-			sl.queue = append(sl.queue, turn{now, i})
+			sl.queue = append(sl.queue, entry{index: i})
 		}
 	}
 }
