@@ -22,6 +22,15 @@ PREBUILT = ("Or set AUTOBYTE_LIBRARY=/path/to/libautobyte.so while installing, t
             "built elsewhere (make build in a clone leaves it in python/autobyte).")
 
 
+def version():
+    """Returns the version that the Go module states: there is only that one."""
+    source = CLONE / "autobyte.go"
+    if not source.is_file():
+        raise SystemExit(f"error: autobyte: no Go sources in {CLONE}: this folder installs only from within a clone "
+                         "(pip install ./python), or from a wheel that was built in one (pip wheel ./python)")
+    return re.search(r'^const Version = "(.+)"$', source.read_text(), re.MULTILINE).group(1)
+
+
 def run_go(go, *arguments):
     # Without -buildvcs=false, a clone that belongs to another user could not be built.
     environment = {**os.environ, "CGO_ENABLED": "1"}
@@ -57,8 +66,6 @@ def provide_library(target):
         if not (target.exists() and target.samefile(prebuilt)):
             shutil.copyfile(prebuilt, target)
         return
-    if not (CLONE / "cmd" / "libautobyte").is_dir() or not (CLONE / "go.mod").is_file():
-        raise SetupError(f"autobyte: no Go sources in {CLONE}. Install from a clone: pip install ./python\n{PREBUILT}")
     go = find_go()
     with tempfile.TemporaryDirectory() as scratch:
         built = Path(scratch) / LIBRARY
@@ -98,6 +105,7 @@ class PlatformDistribution(Distribution):
 # A build folder of its own for every build: nothing old gets into a wheel, and two builds don't meet.
 with tempfile.TemporaryDirectory(prefix="autobyte-build-") as build_base:
     setup(
+        version=version(),
         cmdclass={"build_py": BuildWithLibrary, "bdist_wheel": PlatformWheel},
         distclass=PlatformDistribution,
         options={"build": {"build_base": build_base}},
