@@ -63,7 +63,7 @@ func CheckComments(tree *Tree) []Violation {
 // its own: by import path, the names in it.
 var processCalls = map[string][]string{
 	"os":        {"Exit"},
-	"syscall":   {"Exit", "Kill"},
+	"syscall":   {"Exit"},
 	"log":       {"Fatal", "Fatalf", "Fatalln", "Panic", "Panicf", "Panicln"},
 	"os/signal": {"Notify", "NotifyContext", "Ignore", "Reset"},
 }
