@@ -1,0 +1,298 @@
+// Command libautobyte is the C interface, built with -buildmode=c-shared. What
+// each function does is said in autobyte.h, which is written by hand; the test
+// in this folder compiles a C program against it.
+package main
+
+// #define AUTOBYTE_TYPES_ONLY
+// #include "autobyte.h"
+import "C"
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"runtime/debug"
+	"time"
+	"unsafe"
+
+	"autobyte"
+	"autobyte/internal/control"
+	"autobyte/internal/worker"
+)
+
+func main() {} // required by -buildmode=c-shared, never run
+
+func millis(ms C.int) time.Duration { return time.Duration(ms) * time.Millisecond }
+
+// maxText bounds a text that C hands us; a profile of a model with 10,000
+// tensors is about 1 MB.
+const maxText = 1 << 28
+
+// putText fills a C buffer as autobyte.h says and returns the text's length.
+func putText(text string, buf *C.char, size C.int) C.int {
+	if buf != nil && size > 0 {
+		dst := unsafe.Slice((*byte)(unsafe.Pointer(buf)), int(size))
+		n := copy(dst[:size-1], text)
+		dst[n] = 0
+	}
+	return C.int(len(text))
+}
+
+// textOf runs f and puts what it returns into a C buffer.
+func textOf(h C.int, buf *C.char, size C.int, f func(*worker.Worker) (string, error)) C.int {
+	var text string
+	code := call(int(h), func(w *worker.Worker) (err error) {
+		text, err = f(w)
+		return err
+	})
+	if code != codeOK {
+		return C.int(code)
+	}
+	return putText(text, buf, size)
+}
+
+func parse(text *C.char, into any, what string) error {
+	if text == nil {
+		return fmt.Errorf("%s: NULL given, JSON expected", what)
+	}
+	s := C.GoString(text)
+	if len(s) > maxText {
+		return fmt.Errorf("%s: %d bytes of JSON given, at most %d allowed", what, len(s), maxText)
+	}
+	if err := json.Unmarshal([]byte(s), into); err != nil {
+		return fmt.Errorf("%s: %w", what, err)
+	}
+	return nil
+}
+
+//export ab_version
+func ab_version(buf *C.char, size C.int) C.int { return putText(autobyte.Version, buf, size) }
+
+//export ab_open
+func ab_open(options *C.char, handle *C.int) (code C.int) {
+	defer func() {
+		if r := recover(); r != nil {
+			code = C.int(handles.fail(0, fmt.Errorf("internal error: %v\n%s", r, debug.Stack())))
+		}
+	}()
+	var o struct {
+		worker.Options
+		Log bool `json:"log"`
+	}
+	if handle == nil {
+		return C.int(handles.fail(0, errors.New("handle: NULL given")))
+	}
+	if err := parse(options, &o, "options"); err != nil {
+		return C.int(handles.fail(0, err))
+	}
+	if o.Log {
+		o.Options.Log = slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelDebug}))
+	}
+	w, err := worker.Open(o.Options)
+	if err != nil {
+		return C.int(handles.fail(0, err))
+	}
+	*handle = C.int(handles.add(w))
+	return codeOK
+}
+
+//export ab_rendezvous
+func ab_rendezvous(h C.int, buf *C.char, size C.int) C.int {
+	return textOf(h, buf, size, func(w *worker.Worker) (string, error) {
+		text, err := json.Marshal(w.Rendezvous())
+		return string(text), err
+	})
+}
+
+//export ab_join
+func ab_join(h C.int, rendezvous *C.char) C.int {
+	return C.int(call(int(h), func(w *worker.Worker) error {
+		if rendezvous == nil {
+			return w.Join(nil)
+		}
+		var r control.Rendezvous
+		if err := parse(rendezvous, &r, "rendezvous"); err != nil {
+			return err
+		}
+		return w.Join(&r)
+	}))
+}
+
+//export ab_joined
+func ab_joined(h, waitMS C.int) C.int {
+	return C.int(call(int(h), func(w *worker.Worker) error { return w.Joined(millis(waitMS)) }))
+}
+
+//export ab_settings
+func ab_settings(h C.int, buf *C.char, size C.int) C.int {
+	return textOf(h, buf, size, func(w *worker.Worker) (string, error) {
+		text, err := json.Marshal(w.CurrentSettings())
+		return string(text), err
+	})
+}
+
+//export ab_set_tensors
+func ab_set_tensors(h C.int, tensors *C.char, order *C.int32_t, orderLen C.int) C.int {
+	return C.int(call(int(h), func(w *worker.Worker) error {
+		var list []worker.Tensor
+		if err := parse(tensors, &list, "tensors"); err != nil {
+			return err
+		}
+		var forward []int32
+		if order != nil && orderLen > 0 {
+			forward = append(forward, unsafe.Slice((*int32)(unsafe.Pointer(order)), int(orderLen))...)
+		}
+		return w.SetTensors(list, forward)
+	}))
+}
+
+//export ab_layout
+func ab_layout(h, waitMS C.int, offsets *C.int64_t, tensors C.int, spaceBytes *C.int64_t, spaces C.int) C.int {
+	return C.int(call(int(h), func(w *worker.Worker) error {
+		info, err := w.LayoutReady(millis(waitMS))
+		if err != nil {
+			return err
+		}
+		if int(tensors) != len(info.Offsets) || int(spaces) != len(info.SpaceBytes) {
+			return fmt.Errorf("room for %d tensors and %d spaces given, the layout has %d and %d",
+				tensors, spaces, len(info.Offsets), len(info.SpaceBytes))
+		}
+		copy(unsafe.Slice((*int64)(unsafe.Pointer(offsets)), int(tensors)), info.Offsets)
+		copy(unsafe.Slice((*int64)(unsafe.Pointer(spaceBytes)), int(spaces)), info.SpaceBytes)
+		return nil
+	}))
+}
+
+//export ab_ready
+func ab_ready(h, tensor, waitMS C.int) C.int {
+	return C.int(call(int(h), func(w *worker.Worker) error { return w.Ready(int(tensor), millis(waitMS)) }))
+}
+
+//export ab_close_pass
+func ab_close_pass(h, endOfStep C.int, pass *C.uint64_t, absent *C.int) C.int {
+	return C.int(call(int(h), func(w *worker.Worker) error {
+		p, n, err := w.Close(endOfStep != 0)
+		*pass, *absent = C.uint64_t(p), C.int(n)
+		return err
+	}))
+}
+
+//export ab_absent
+func ab_absent(h C.int, pass C.uint64_t, waitMS C.int, tensors *C.int32_t, limit C.int, count *C.int) C.int {
+	return C.int(call(int(h), func(w *worker.Worker) error {
+		absent, err := w.Absent(uint64(pass), millis(waitMS))
+		if err != nil {
+			return err
+		}
+		*count = C.int(len(absent))
+		if limit > 0 {
+			copy(unsafe.Slice((*int32)(unsafe.Pointer(tensors)), int(limit)), absent)
+		}
+		return nil
+	}))
+}
+
+//export ab_wait
+func ab_wait(h, tensor, waitMS C.int) C.int {
+	return C.int(call(int(h), func(w *worker.Worker) error { return w.Wait(int(tensor), millis(waitMS)) }))
+}
+
+//export ab_drain
+func ab_drain(h, waitMS C.int) C.int {
+	return C.int(call(int(h), func(w *worker.Worker) error { return w.Drain(millis(waitMS)) }))
+}
+
+//export ab_next
+func ab_next(h, waitMS C.int, op *C.ab_op) C.int {
+	return C.int(call(int(h), func(w *worker.Worker) error {
+		next, err := w.Engine().Take(millis(waitMS))
+		if err != nil {
+			return err
+		}
+		op.step, op.index, op.space = C.uint64_t(next.Step), C.int32_t(next.Index), C.int32_t(next.Space)
+		op.offset, op.bytes = C.int64_t(next.Offset), C.int64_t(next.Bytes)
+		return nil
+	}))
+}
+
+//export ab_sent
+func ab_sent(h C.int, step C.uint64_t, index C.int) C.int {
+	return C.int(call(int(h), func(w *worker.Worker) error {
+		w.Sent(uint64(step), int(index))
+		return nil
+	}))
+}
+
+//export ab_done
+func ab_done(h C.int, step C.uint64_t, index C.int) C.int {
+	return C.int(call(int(h), func(w *worker.Worker) error { return w.Engine().Done(uint64(step), int(index)) }))
+}
+
+//export ab_failed
+func ab_failed(h C.int, step C.uint64_t, index C.int, why *C.char) C.int {
+	return C.int(call(int(h), func(w *worker.Worker) error {
+		cause := "no reason given"
+		if why != nil {
+			cause = C.GoString(why)
+		}
+		return w.Engine().Failed(uint64(step), int(index), errors.New(cause))
+	}))
+}
+
+//export ab_configure
+func ab_configure(h C.int, settings *C.char, firstPass C.uint64_t) C.int {
+	return C.int(call(int(h), func(w *worker.Worker) error {
+		var change worker.Settings
+		if err := parse(settings, &change, "settings"); err != nil {
+			return err
+		}
+		return w.Configure(change, uint64(firstPass))
+	}))
+}
+
+//export ab_stats
+func ab_stats(h C.int, buf *C.char, size C.int) C.int {
+	return textOf(h, buf, size, func(w *worker.Worker) (string, error) {
+		text, err := json.Marshal(w.Stats())
+		return string(text), err
+	})
+}
+
+//export ab_waiting_for
+func ab_waiting_for(h C.int, buf *C.char, size C.int) C.int {
+	return textOf(h, buf, size, func(w *worker.Worker) (string, error) { return w.WaitingFor(), nil })
+}
+
+//export ab_stop
+func ab_stop(h C.int) C.int {
+	return C.int(call(int(h), func(w *worker.Worker) error {
+		w.Stop()
+		return nil
+	}))
+}
+
+//export ab_wait_idle
+func ab_wait_idle(h, waitMS C.int, left *C.int) C.int {
+	return C.int(call(int(h), func(w *worker.Worker) error {
+		*left = C.int(w.Engine().WaitIdle(millis(waitMS)))
+		return nil
+	}))
+}
+
+//export ab_shutdown
+func ab_shutdown(h C.int, reason *C.char) C.int {
+	why := ""
+	if reason != nil {
+		why = C.GoString(reason)
+	}
+	code := C.int(call(int(h), func(w *worker.Worker) error { return w.Shutdown(why) }))
+	handles.remove(int(h))
+	return code
+}
+
+//export ab_errmsg
+func ab_errmsg(h C.int, buf *C.char, size C.int) C.int {
+	return putText(handles.message(int(h)), buf, size)
+}
