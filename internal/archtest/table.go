@@ -51,13 +51,12 @@ var Table = []Row{
 	{Dir: "internal/archtest", TestOnly: true, Why: "it looks at the tree from outside"},
 	{Dir: "cmd/autobyte", Any: true, Why: "the command line reaches everything"},
 	{Dir: "cmd/libautobyte", May: []string{".", "internal/worker"}, Why: "the C interface is one thin layer over a worker"},
-	{Dir: "cmd/libautobyte/ctest", TestOnly: true, Why: "it calls the exports through C, as a program would"},
 	{Dir: "e2e", Why: "black-box tests run built programs"},
 }
 
 // cgoDirs are the folders whose files may import "C": everything else builds
 // without a C compiler.
-var cgoDirs = []string{"cmd/libautobyte", "cmd/libautobyte/ctest"}
+var cgoDirs = []string{"cmd/libautobyte"}
 
 // testLibraries are modules that only tests and test-only packages may import.
 var testLibraries = []string{
