@@ -3,6 +3,7 @@ package wire
 import (
 	"encoding/binary"
 	"fmt"
+	"strings"
 )
 
 func appendBytes[T string | []byte](dst []byte, b T) []byte {
@@ -12,7 +13,7 @@ func appendBytes[T string | []byte](dst []byte, b T) []byte {
 
 func cut(s string, limit int) string {
 	if len(s) > limit {
-		return s[:limit]
+		return strings.ToValidUTF8(s[:limit], "") // not half a character
 	}
 	return s
 }
