@@ -38,7 +38,7 @@ func leaveRemains() {
 	}
 	fmt.Println("owner", strings.Join(c.namespaces, " "))
 	_, err = c.nodes[0].Start(context.Background(), Command{Name: "parent", Path: "/bin/sh",
-		Args: []string{"-c", "setsid sleep 300 & echo orphan $!; wait"}, Env: os.Environ(), Stdout: func(line string) { fmt.Println(line) }})
+		Args: []string{"-c", "setsid sleep 300 & echo orphan $!; wait"}, Env: os.Environ(), Stdout: func(line string) bool { fmt.Println(line); return true }})
 	if err != nil {
 		fmt.Println("error", err)
 		os.Exit(1)
@@ -226,7 +226,7 @@ func TestNamespacesAreApart(t *testing.T) {
 	var commands []Command
 	for i := range out {
 		commands = append(commands, Command{Name: fmt.Sprint("rank ", i), Path: "/bin/sh", Args: []string{"-c", "cat /proc/net/fib_trie"},
-			Env: os.Environ(), Stdout: func(line string) { out[i] += line + "\n" }})
+			Env: os.Environ(), Stdout: func(line string) bool { out[i] += line + "\n"; return true }})
 	}
 	if err := c.RunAll(t.Context(), commands); err != nil {
 		t.Fatal(err)

@@ -34,9 +34,9 @@ type Command struct {
 	// Env is the whole environment; Dir the working directory, empty for this process's own.
 	Env []string
 	Dir string
-	// Stdout is called with each line of standard output, never concurrently. Nil keeps them for the
-	// error only, like the lines of standard error.
-	Stdout func(line string)
+	// Stdout is called with each line of standard output, never concurrently, and returns whether it was
+	// meant for it. All other lines, and those of standard error, are kept for the error.
+	Stdout func(line string) bool
 }
 
 // Process is a running Command.
@@ -205,7 +205,7 @@ func (t *tail) lines() []string {
 // one.
 type lines struct {
 	keep    *tail
-	call    func(string)
+	call    func(string) bool
 	partial []byte
 }
 
@@ -228,9 +228,7 @@ func (l *lines) flush() {
 	}
 	line := strings.TrimRight(string(l.partial), "\r")
 	l.partial = l.partial[:0]
-	if l.call != nil {
-		l.call(line)
-		return
+	if l.call == nil || !l.call(line) {
+		l.keep.add(line)
 	}
-	l.keep.add(line)
 }

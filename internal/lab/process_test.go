@@ -68,7 +68,7 @@ func TestCancelKillsTheGroup(t *testing.T) {
 		defer cancel()
 		child := make(chan string, 1)
 		command := shell("rank 0", "sleep 300 & echo $!; wait")
-		command.Stdout = func(line string) { child <- line }
+		command.Stdout = func(line string) bool { child <- line; return true }
 		p, err := c.nodes[0].Start(ctx, command)
 		if err != nil {
 			t.Fatal(err)
@@ -114,7 +114,7 @@ func TestLinesAreCut(t *testing.T) {
 	f := func(writes []string, want ...string) {
 		t.Helper()
 		var got []string
-		l := &lines{call: func(line string) { got = append(got, line) }}
+		l := &lines{call: func(line string) bool { got = append(got, line); return true }}
 		for _, w := range writes {
 			if n, err := l.Write([]byte(w)); n != len(w) || err != nil {
 				t.Errorf("Write(%q) = %d, %v", w, n, err)
