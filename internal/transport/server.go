@@ -6,6 +6,7 @@ import (
 	"io"
 	"log/slog"
 	"net"
+	"runtime/debug"
 	"sync"
 	"time"
 
@@ -148,6 +149,13 @@ func (s *Server) forget(place *list.Element) bool {
 // can end it.
 func (s *Server) open(nc net.Conn, place *list.Element) {
 	defer s.running.Done()
+	defer func() {
+		if r := recover(); r != nil { // in Admit or Serve: it ends this connection only
+			s.o.Log.Error("internal error", "in", "connection", "panic", r, "stack", string(debug.Stack()))
+			s.forget(place)
+			nc.Close()
+		}
+	}()
 	c := NewConn(nc)
 	id, err := s.authenticate(c)
 	if err == nil {
