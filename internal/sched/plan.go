@@ -119,7 +119,7 @@ func (p *Plan) join(t int) int32 {
 	hi, end := lo+1, l.end(t)
 	for stop := l.group[l.tensors[t].Space+1]; hi < stop; hi++ {
 		next := int(l.bySpace[hi])
-		if l.tensors[next].Bytes >= p.config.Fusion || l.end(next)-start > p.config.Fusion {
+		if l.end(next)-start > p.config.Fusion { // as with every tensor of that size
 			break
 		}
 		end = l.end(next)
