@@ -35,7 +35,8 @@ type Options struct {
 
 	// Timeout is how long a peer may be silent before it is lost, and how long
 	// ranks have to join. Heartbeats are independent of steps, so this need
-	// not cover a slow step. Default DefaultTimeout.
+	// not cover a slow step. Below 2 s it must be the same on all ranks.
+	// Default DefaultTimeout.
 	Timeout time.Duration
 
 	Tensors  []Tensor // what this rank has, in registration order

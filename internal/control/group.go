@@ -56,6 +56,7 @@ type Group struct {
 	tensors  int    // indices of absent tensors are below this
 	left     bool   // this rank has said that it stops: it hears nothing more
 	closing  bool
+	order    []byte // scratch of SendOrder, which must not allocate
 }
 
 func newGroup(o Options) *Group {

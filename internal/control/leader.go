@@ -65,7 +65,7 @@ func (g *Group) admit(id transport.Identity) error {
 	switch {
 	case g.closing || g.left:
 		return refuse(wire.CodeBusy, "rank 0 is leaving")
-	case g.reserved[id.Rank]:
+	case g.reserved[id.Rank] && (g.peers[id.Rank] == nil || !g.peers[id.Rank].lost):
 		return refuse(wire.CodeTaken, "rank %d has joined already; is RANK set differently on every process?", id.Rank)
 	case id.Connection != 0:
 		return refuse(wire.CodeIdentity, "connection %d of rank %d: control has number 0 only", id.Connection, id.Rank)

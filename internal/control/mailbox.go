@@ -40,13 +40,16 @@ func (m *mailbox) put(e Event) {
 }
 
 // waitForSpace returns when there are fewer events than the limit, or when
-// done is closed. Only one goroutine may wait.
+// done is closed.
 func (m *mailbox) waitForSpace(done <-chan struct{}) {
-	for {
+	for waited := false; ; waited = true {
 		m.mu.Lock()
 		full := !m.closed && len(m.events)-m.head >= mailboxLimit
 		m.mu.Unlock()
 		if !full {
+			if waited {
+				signal(m.space) // for the next who waits; one too many is harmless
+			}
 			return
 		}
 		select {

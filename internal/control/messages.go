@@ -54,11 +54,10 @@ func (g *Group) SendOrder(step uint64, index int) {
 		g.log.Error("order not sent: no such partition", "step", step, "index", index)
 		return
 	}
-	var room [wire.OrderFrameSize]byte
-	frame := wire.MarshalOrderFrame(room[:0], wire.Order{Step: step, Index: int32(index)})
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	g.leadLocked("order", frame)
+	g.order = wire.MarshalOrderFrame(g.order[:0], wire.Order{Step: step, Index: int32(index)})
+	g.leadLocked("order", g.order)
 }
 
 // leadLocked sends what only rank 0 of a job that runs may send.
