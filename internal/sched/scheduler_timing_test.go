@@ -58,7 +58,7 @@ type life struct {
 	plan  *Plan
 	step  uint64
 	order []int // a follower's
-	ops   []Op  // ring of operations in flight
+	ops   []Op  // in flight, oldest first
 	done  []int
 }
 
@@ -67,6 +67,11 @@ func newLife(l *Layout, c Config, role Role) *life {
 	f.ops = make([]Op, 0, f.plan.Len())
 	for i := range f.plan.Len() {
 		f.order = append(f.order, i)
+	}
+	for range 3 { // both slots grow to the plan
+		if err := f.run(); err != nil {
+			panic(err)
+		}
 	}
 	return f
 }
@@ -89,8 +94,8 @@ func (f *life) finish(n int) error {
 	return nil
 }
 
-// run takes one step from Open until it has retired: gradients come from the
-// last tensor to the first.
+// run takes one step from Open to its last operations, which the next step finds
+// in flight: gradients come from the last tensor to the first.
 func (f *life) run() error {
 	step := f.step
 	f.step++
@@ -119,11 +124,11 @@ func (f *life) run() error {
 	if _, err := f.s.Close(nil, step); err != nil {
 		return err
 	}
-	if err := f.finish(0); err != nil {
+	if err := f.finish(4); err != nil {
 		return err
 	}
-	if !f.s.StepDone(step) {
-		return fmt.Errorf("step %d is not done", step)
+	if f.s.Alive() != 1 || !f.s.IsOpen(step) {
+		return fmt.Errorf("at the end of step %d, %v are alive", step, f.s.AliveSteps(nil))
 	}
 	return nil
 }
