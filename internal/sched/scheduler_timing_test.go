@@ -76,26 +76,23 @@ func newLife(l *Layout, c Config, role Role) *life {
 	return f
 }
 
-// finish reports the oldest operations until at most n are in flight.
-func (f *life) finish(n int) error {
-	for len(f.ops) > n {
-		for _, op := range f.ops[:len(f.ops)-n] {
-			if err := f.s.Sent(op.Step, int(op.Index)); err != nil {
-				return err
-			}
-			var err error
-			if f.done, err = f.s.Done(f.done[:0], op.Step, int(op.Index)); err != nil {
-				return err
-			}
+// finish reports the oldest n operations and issues what then may go.
+func (f *life) finish(n int) (err error) {
+	for _, op := range f.ops[:n] {
+		if err := f.s.Sent(op.Step, int(op.Index)); err != nil {
+			return err
 		}
-		f.ops = append(f.ops[:0], f.ops[len(f.ops)-n:]...)
-		f.ops = f.s.Next(f.ops)
+		if f.done, err = f.s.Done(f.done[:0], op.Step, int(op.Index)); err != nil {
+			return err
+		}
 	}
+	f.ops = append(f.ops[:0], f.ops[n:]...)
+	f.ops = f.s.Next(f.ops)
 	return nil
 }
 
 // run takes one step from Open to its last operations, which the next step finds
-// in flight: gradients come from the last tensor to the first.
+// in flight: gradients come from the last tensor to the first, faster than the engine takes them.
 func (f *life) run() error {
 	step := f.step
 	f.step++
@@ -117,15 +114,19 @@ func (f *life) run() error {
 			return err
 		}
 		f.ops = f.s.Next(f.ops)
-		if err := f.finish(4); err != nil {
-			return err
+		if t%2 == 0 {
+			if err := f.finish(min(1, len(f.ops))); err != nil {
+				return err
+			}
 		}
 	}
 	if _, err := f.s.Close(nil, step); err != nil {
 		return err
 	}
-	if err := f.finish(4); err != nil {
-		return err
+	for f.s.Queued() > 0 || len(f.ops) > 3 {
+		if err := f.finish(1); err != nil {
+			return err
+		}
 	}
 	if f.s.Alive() != 1 || !f.s.IsOpen(step) {
 		return fmt.Errorf("at the end of step %d, %v are alive", step, f.s.AliveSteps(nil))
