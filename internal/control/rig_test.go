@@ -24,8 +24,8 @@ const patience = 30 * time.Second
 
 // networks runs a test on TCP over loopback and in memory.
 func networks(t *testing.T, f func(t *testing.T, n transport.Network)) {
-	t.Run("tcp", func(t *testing.T) { f(t, transport.TCP{}) })
-	t.Run("memory", func(t *testing.T) { f(t, &transport.Memory{}) })
+	t.Run("tcp", func(t *testing.T) { t.Parallel(); f(t, transport.TCP{}) })
+	t.Run("memory", func(t *testing.T) { t.Parallel(); f(t, &transport.Memory{}) })
 }
 
 var someTensors = []Tensor{

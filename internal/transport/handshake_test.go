@@ -29,8 +29,8 @@ func rank(r int) Identity {
 
 // networks runs a test on TCP over loopback and in memory.
 func networks(t *testing.T, f func(t *testing.T, n Network)) {
-	t.Run("tcp", func(t *testing.T) { f(t, TCP{}) })
-	t.Run("memory", func(t *testing.T) { f(t, &Memory{}) })
+	t.Run("tcp", func(t *testing.T) { t.Parallel(); f(t, TCP{}) })
+	t.Run("memory", func(t *testing.T) { t.Parallel(); f(t, &Memory{}) })
 }
 
 // served is a server of rank 0 that keeps what it opens and what it logs.
@@ -249,6 +249,10 @@ func TestOldServer(t *testing.T) {
 			return
 		}
 		defer nc.Close()
+		nc.SetDeadline(time.Now().Add(10 * time.Second))
+		if _, err := NewConn(nc).expect(wire.TypeHello); err != nil {
+			t.Errorf("the client's hello: %v", err)
+		}
 		r := wire.Refuse{Code: wire.CodeVersion, Reason: "this side speaks protocol version 2"}
 		frame := wire.MarshalFrame(nil, wire.TypeRefuse, wire.MarshalRefuse(nil, &r))
 		frame[1] = wire.Version + 1
