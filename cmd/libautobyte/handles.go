@@ -7,7 +7,6 @@ import (
 	"runtime/debug"
 	"sync"
 
-	"autobyte/internal/engine/external"
 	"autobyte/internal/worker"
 )
 
@@ -73,9 +72,9 @@ func (t *table) remove(h int) {
 // fail stores an error where ab_errmsg finds it and returns its code.
 func (t *table) fail(h int, err error) int {
 	switch {
-	case errors.Is(err, worker.ErrAgain), errors.Is(err, external.ErrTimeout):
+	case errors.Is(err, worker.ErrAgain):
 		return codeAgain
-	case errors.Is(err, external.ErrStopped), errors.Is(err, worker.ErrStopped):
+	case errors.Is(err, worker.ErrStopped):
 		return codeStopped
 	}
 	t.mu.Lock()

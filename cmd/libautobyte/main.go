@@ -18,7 +18,6 @@ import (
 	"unsafe"
 
 	"autobyte"
-	"autobyte/internal/control"
 	"autobyte/internal/worker"
 )
 
@@ -112,7 +111,7 @@ func ab_join(h C.int, rendezvous *C.char) C.int {
 		if rendezvous == nil {
 			return w.Join(nil)
 		}
-		var r control.Rendezvous
+		var r worker.Rendezvous
 		if err := parse(rendezvous, &r, "rendezvous"); err != nil {
 			return err
 		}
@@ -207,7 +206,7 @@ func ab_drain(h, waitMS C.int) C.int {
 //export ab_next
 func ab_next(h, waitMS C.int, op *C.ab_op) C.int {
 	return C.int(call(int(h), func(w *worker.Worker) error {
-		next, err := w.Engine().Take(millis(waitMS))
+		next, err := w.Take(millis(waitMS))
 		if err != nil {
 			return err
 		}
@@ -219,15 +218,12 @@ func ab_next(h, waitMS C.int, op *C.ab_op) C.int {
 
 //export ab_sent
 func ab_sent(h C.int, step C.uint64_t, index C.int) C.int {
-	return C.int(call(int(h), func(w *worker.Worker) error {
-		w.Sent(uint64(step), int(index))
-		return nil
-	}))
+	return C.int(call(int(h), func(w *worker.Worker) error { return w.Sent(uint64(step), int(index)) }))
 }
 
 //export ab_done
 func ab_done(h C.int, step C.uint64_t, index C.int) C.int {
-	return C.int(call(int(h), func(w *worker.Worker) error { return w.Engine().Done(uint64(step), int(index)) }))
+	return C.int(call(int(h), func(w *worker.Worker) error { return w.Done(uint64(step), int(index)) }))
 }
 
 //export ab_failed
@@ -237,7 +233,7 @@ func ab_failed(h C.int, step C.uint64_t, index C.int, why *C.char) C.int {
 		if why != nil {
 			cause = C.GoString(why)
 		}
-		return w.Engine().Failed(uint64(step), int(index), errors.New(cause))
+		return w.Failed(uint64(step), int(index), errors.New(cause))
 	}))
 }
 
@@ -276,7 +272,7 @@ func ab_stop(h C.int) C.int {
 //export ab_wait_idle
 func ab_wait_idle(h, waitMS C.int, left *C.int) C.int {
 	return C.int(call(int(h), func(w *worker.Worker) error {
-		*left = C.int(w.Engine().WaitIdle(millis(waitMS)))
+		*left = C.int(w.WaitIdle(millis(waitMS)))
 		return nil
 	}))
 }

@@ -115,8 +115,14 @@ func settingsOf(c sched.Config) Settings {
 	return Settings{Partition: &c.Partition, Credit: &c.Credit, Fusion: &c.Fusion, Lanes: &c.Lanes, Policy: &c.Policy}
 }
 
+// reports takes the engine's reports: what became of the operations that it
+// was given. It is not Worker itself, whose methods of these names are the
+// carrier's answers to the engine.
+type reports struct{ w *Worker }
+
 // Sent implements engine.Reports.
-func (w *Worker) Sent(step uint64, index int) {
+func (r reports) Sent(step uint64, index int) {
+	w := r.w
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if w.sched == nil {
@@ -130,7 +136,8 @@ func (w *Worker) Sent(step uint64, index int) {
 }
 
 // Done implements engine.Reports.
-func (w *Worker) Done(step uint64, index int) error {
+func (r reports) Done(step uint64, index int) error {
+	w := r.w
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if w.sched == nil {
@@ -153,7 +160,8 @@ func (w *Worker) Done(step uint64, index int) error {
 
 // Failed implements engine.Reports. The engine's own words seldom say which
 // rank is at fault, so the control plane is given a moment to name it.
-func (w *Worker) Failed(step uint64, index int, cause error) {
+func (r reports) Failed(step uint64, index int, cause error) {
+	w := r.w
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if w.err != nil || len(w.lost) > 0 || w.stopped {

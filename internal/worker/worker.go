@@ -82,7 +82,7 @@ func (o *Options) validate() error {
 type Worker struct {
 	opt        Options
 	engine     *external.Engine
-	rendezvous control.Rendezvous
+	rendezvous Rendezvous
 	cancel     context.CancelFunc
 	ctx        context.Context
 	joined     chan struct{} // closed when joining ended, well or badly
@@ -157,7 +157,7 @@ func Open(o Options) (*Worker, error) {
 		verdicts: make(map[uint64][]int),
 		progress: time.Now(),
 	}
-	w.engine = external.New(w)
+	w.engine = external.New(reports{w})
 	w.ctx, w.cancel = context.WithCancel(context.Background())
 	if o.Rank == leader {
 		w.group, w.rendezvous, err = control.Listen(w.controlOptions())
@@ -185,12 +185,16 @@ func controlTensors(tensors []Tensor) []control.Tensor {
 	return out
 }
 
+// Rendezvous is what a rank needs to find rank 0 and to be let in. It holds
+// the job's secret.
+type Rendezvous = control.Rendezvous
+
 // Rendezvous is what rank 0 hands to the others through a store they share.
-func (w *Worker) Rendezvous() control.Rendezvous { return w.rendezvous }
+func (w *Worker) Rendezvous() Rendezvous { return w.rendezvous }
 
 // Join starts to meet the other ranks; r is nil on rank 0. Call it once, then
 // Joined.
-func (w *Worker) Join(r *control.Rendezvous) error {
+func (w *Worker) Join(r *Rendezvous) error {
 	if (r == nil) != (w.opt.Rank == leader) {
 		return fmt.Errorf("rank %d: the rendezvous is given to every rank but rank 0", w.opt.Rank)
 	}
@@ -235,10 +239,7 @@ func (w *Worker) Joined(wait time.Duration) error {
 	return w.failureLocked("")
 }
 
-// Engine is the queue that the host program drains.
-func (w *Worker) Engine() *external.Engine { return w.engine }
-
-// Stop ends the issuing: Engine().Take returns ErrStopped, waits return an
+// Stop ends the issuing: Take returns ErrStopped, waits return an
 // error. It can be called more than once.
 func (w *Worker) Stop() {
 	w.mu.Lock()

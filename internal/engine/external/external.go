@@ -57,8 +57,11 @@ func (e *Engine) Submit(ops []sched.Op) {
 	}
 	e.mu.Lock()
 	if !e.closed {
-		if e.head == len(e.queue) {
-			e.queue, e.head = e.queue[:0], 0
+		if e.head > len(e.queue)-e.head {
+			// Half and more is consumed: moving the rest to the front costs
+			// less than what was taken since, and bounds the queue.
+			e.queue = e.queue[:copy(e.queue, e.queue[e.head:])]
+			e.head = 0
 		}
 		e.queue = append(e.queue, ops...)
 	}
@@ -108,19 +111,38 @@ func (e *Engine) Take(wait time.Duration) (sched.Op, error) {
 	}
 }
 
+// underWayLocked demands that an operation was handed out and not answered.
+func (e *Engine) underWayLocked(step uint64, index int) error {
+	if _, ok := e.taken[key{step, int32(index)}]; !ok || index != int(int32(index)) {
+		return fmt.Errorf("external engine: partition %d of step %d is not under way", index, step)
+	}
+	return nil
+}
+
 // answered takes an operation off the list of those handed out.
 func (e *Engine) answered(step uint64, index int) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	k := key{step, int32(index)}
-	if _, ok := e.taken[k]; !ok {
-		return fmt.Errorf("external engine: partition %d of step %d is not under way", index, step)
+	if err := e.underWayLocked(step, index); err != nil {
+		return err
 	}
-	delete(e.taken, k)
+	delete(e.taken, key{step, int32(index)})
 	if len(e.taken) == 0 && e.idle != nil {
 		close(e.idle)
 		e.idle = nil
 	}
+	return nil
+}
+
+// Sent says that the bytes of a taken operation have left.
+func (e *Engine) Sent(step uint64, index int) error {
+	e.mu.Lock()
+	err := e.underWayLocked(step, index)
+	e.mu.Unlock()
+	if err != nil {
+		return err
+	}
+	e.reports.Sent(step, index)
 	return nil
 }
 
