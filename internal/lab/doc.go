@@ -17,7 +17,8 @@
 //
 // # What is left behind
 //
-// Nothing, after success, error or cancellation. Names carry the owner's process id and start time, so after
+// Nothing, after success, error or cancellation. A namespace is a file in /run/autobyte (nsenter --net=FILE enters
+// it) while it exists. Names carry the owner's process id and start time, so after
 // a kill -9 the next Create finds the namespaces whose owner is dead, ends the processes that are
 // still inside and removes them.
 //

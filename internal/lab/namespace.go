@@ -7,6 +7,7 @@ import (
 	"net"
 	"net/netip"
 	"os"
+	"path/filepath"
 	"runtime"
 	"slices"
 	"strings"
@@ -100,7 +101,7 @@ func (c *Cluster) newNamespace(name string) (netns.NsHandle, error) {
 		// Named before it is made: what fails half-way is removed too.
 		c.namespaces = append(c.namespaces, name)
 		var err error
-		if handle, err = netns.NewNamed(name); err != nil {
+		if handle, err = mountNamespace(name); err != nil {
 			return fmt.Errorf("lab: making namespace %s: %w", name, err)
 		}
 		for path, value := range map[string]string{
@@ -123,6 +124,36 @@ func (c *Cluster) newNamespace(name string) (netns.NsHandle, error) {
 		return nil
 	})
 	return handle, err
+}
+
+// mountNamespace moves the calling thread into a new namespace and gives it a name, as a file it is mounted on.
+func mountNamespace(name string) (netns.NsHandle, error) {
+	path := filepath.Join(namespaceFolder, name)
+	for attempt := 0; ; attempt++ {
+		if err := os.MkdirAll(namespaceFolder, 0o755); err != nil {
+			return netns.None(), err
+		}
+		file, err := os.OpenFile(path, os.O_CREATE|os.O_EXCL, 0o444)
+		if errors.Is(err, os.ErrNotExist) && attempt < 10 {
+			continue // another run removed the empty folder in between
+		}
+		if err != nil {
+			return netns.None(), err
+		}
+		if err := file.Close(); err != nil {
+			return netns.None(), err
+		}
+		break
+	}
+	handle, err := netns.New()
+	if err != nil {
+		return netns.None(), err
+	}
+	thread := fmt.Sprintf("/proc/self/task/%d/ns/net", unix.Gettid())
+	if err := unix.Mount(thread, path, "bind", unix.MS_BIND, ""); err != nil {
+		return netns.None(), errors.Join(fmt.Errorf("mounting it on %s: %w", path, err), handle.Close())
+	}
+	return handle, nil
 }
 
 // join connects a node's namespace with the bridge and shapes both ends.
@@ -180,8 +211,6 @@ const (
 	availablePath = "/proc/sys/net/ipv4/tcp_available_congestion_control"
 	allowedPath   = "/proc/sys/net/ipv4/tcp_allowed_congestion_control"
 	currentPath   = "/proc/sys/net/ipv4/tcp_congestion_control"
-	// allowedLock serialises the processes that change allowedPath, which is the machine's.
-	allowedLock = "/run/autobyte-congestion.lock"
 )
 
 // setCongestion sets the congestion control of every worker. A namespace may only choose what the machine
@@ -194,13 +223,14 @@ func (c *Cluster) setCongestion(name string) (err error) {
 	if !slices.Contains(strings.Fields(string(available)), name) {
 		return fmt.Errorf("lab: congestion control %q: this kernel has %s", name, strings.Join(strings.Fields(string(available)), ", "))
 	}
-	lock, err := os.OpenFile(allowedLock, os.O_CREATE|os.O_RDWR, 0o600)
+	// The folder, which is there as long as any cluster is, serialises the processes that change the machine's list.
+	lock, err := os.Open(namespaceFolder)
 	if err != nil {
 		return fmt.Errorf("lab: %w", err)
 	}
 	defer lock.Close() // and with it the lock ends
 	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX); err != nil {
-		return fmt.Errorf("lab: locking %s: %w", allowedLock, err)
+		return fmt.Errorf("lab: locking %s: %w", namespaceFolder, err)
 	}
 	allowed, err := os.ReadFile(allowedPath)
 	if err != nil {

@@ -14,7 +14,9 @@ import (
 )
 
 const (
-	namespaceFolder = "/run/netns"
+	// namespaceFolder is not ip netns's /run/netns: ip netns add may mount that folder anew over itself, and
+	// with it everything in it, so that an unmount no longer reaches what it should.
+	namespaceFolder = "/run/autobyte"
 	namePrefix      = "autobyte-"
 	// endWithin bounds the wait for killed processes to be gone.
 	endWithin = 5 * time.Second
@@ -114,6 +116,7 @@ func removeNamespace(name string, logger *slog.Logger) error {
 	if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
 		return fmt.Errorf("lab: removing %s: %w", path, err)
 	}
+	_ = os.Remove(namespaceFolder) // fails while another cluster has namespaces there
 	return nil
 }
 
