@@ -31,7 +31,7 @@ WARM_UP_STEPS = 5
 
 
 def make_model() -> nn.Module:
-    """A convolutional network of 0.9 million parameters for 8x8 images."""
+    """A convolutional network of 0.65 million parameters for 8x8 images."""
 
     def block(inputs: int, outputs: int) -> list[nn.Module]:
         return [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
@@ -44,10 +44,10 @@ def make_model() -> nn.Module:
         *block(128, 256),
         nn.MaxPool2d(2),
         nn.Flatten(),
-        nn.Linear(256 * 2 * 2, 512, bias=False),
-        nn.BatchNorm1d(512),
+        nn.Linear(256 * 2 * 2, 256, bias=False),
+        nn.BatchNorm1d(256),
         nn.ReLU(),
-        nn.Linear(512, 10),
+        nn.Linear(256, 10),
     )
 
 
@@ -162,7 +162,7 @@ def main() -> None:
     parser.add_argument("--mode", required=True, choices=["ddp", "autobyte", "compare"])
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--steps", type=int, default=0, help="train for this many steps instead of epochs")
-    parser.add_argument("--batch", type=int, default=64, help="samples a step on each rank")
+    parser.add_argument("--batch", type=int, default=96, help="samples a step on each rank")
     parser.add_argument("--out", type=Path, help="folder for the trained parameters, one file a rank")
     arguments = parser.parse_args()
     if arguments.mode == "compare":
