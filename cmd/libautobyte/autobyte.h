@@ -72,9 +72,9 @@ int ab_settings(int handle, char *buf, int len);
  * Allowed while nothing is under way; a second call changes the layout. */
 int ab_set_tensors(int handle, const char *tensors, const int32_t *order, int order_len);
 
-/* Waits for the layout: fills the offset in bytes of each tensor in its space
- * and the size in bytes of each space. */
-int ab_layout(int handle, int wait_ms, int64_t *offsets, int tensors, int64_t *space_bytes, int spaces);
+/* Waits for the layout: fills the offset in bytes of each tensor in its space,
+ * the tensors in forward order, and the size in bytes of each space. */
+int ab_layout(int handle, int wait_ms, int64_t *offsets, int32_t *order, int tensors, int64_t *space_bytes, int spaces);
 
 /* A tensor's gradient lies in its place. The first call of a pass opens it. */
 int ab_ready(int handle, int tensor, int wait_ms);
@@ -89,8 +89,10 @@ int ab_close_pass(int handle, int end_of_step, uint64_t *pass, int *absent);
  * their indices and their number. Once for each such pass. */
 int ab_absent(int handle, uint64_t pass, int wait_ms, int32_t *tensors, int max, int *count);
 
-/* Waits until a tensor is reduced in the last pass it took part in. */
-int ab_wait(int handle, int tensor, int wait_ms);
+/* Waits until a tensor is reduced in the last pass it took part in. Fills run
+ * (which may be NULL) with how many tensors are, counted from this one in
+ * forward order, up to limit. */
+int ab_wait(int handle, int tensor, int limit, int wait_ms, int *run);
 
 /* Waits until every pass that this rank has closed is reduced. */
 int ab_drain(int handle, int wait_ms);

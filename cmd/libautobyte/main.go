@@ -148,7 +148,7 @@ func ab_set_tensors(h C.int, tensors *C.char, order *C.int32_t, orderLen C.int) 
 }
 
 //export ab_layout
-func ab_layout(h, waitMS C.int, offsets *C.int64_t, tensors C.int, spaceBytes *C.int64_t, spaces C.int) C.int {
+func ab_layout(h, waitMS C.int, offsets *C.int64_t, order *C.int32_t, tensors C.int, spaceBytes *C.int64_t, spaces C.int) C.int {
 	return C.int(call(int(h), func(w *worker.Worker) error {
 		info, err := w.LayoutReady(millis(waitMS))
 		if err != nil {
@@ -159,6 +159,7 @@ func ab_layout(h, waitMS C.int, offsets *C.int64_t, tensors C.int, spaceBytes *C
 				tensors, spaces, len(info.Offsets), len(info.SpaceBytes))
 		}
 		copy(unsafe.Slice((*int64)(unsafe.Pointer(offsets)), int(tensors)), info.Offsets)
+		copy(unsafe.Slice((*int32)(unsafe.Pointer(order)), int(tensors)), info.Order)
 		copy(unsafe.Slice((*int64)(unsafe.Pointer(spaceBytes)), int(spaces)), info.SpaceBytes)
 		return nil
 	}))
@@ -194,8 +195,14 @@ func ab_absent(h C.int, pass C.uint64_t, waitMS C.int, tensors *C.int32_t, limit
 }
 
 //export ab_wait
-func ab_wait(h, tensor, waitMS C.int) C.int {
-	return C.int(call(int(h), func(w *worker.Worker) error { return w.Wait(int(tensor), millis(waitMS)) }))
+func ab_wait(h, tensor, limit, waitMS C.int, run *C.int) C.int {
+	return C.int(call(int(h), func(w *worker.Worker) error {
+		n, err := w.Wait(int(tensor), int(limit), millis(waitMS))
+		if run != nil {
+			*run = C.int(n)
+		}
+		return err
+	}))
 }
 
 //export ab_drain

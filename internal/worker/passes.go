@@ -205,29 +205,25 @@ func (w *Worker) Absent(pass uint64, wait time.Duration) ([]int32, error) {
 }
 
 // Wait waits until a tensor's gradient of the last pass it took part in is
-// reduced.
-func (w *Worker) Wait(tensor int, wait time.Duration) error {
+// reduced. It returns how many tensors are, counted from this one in forward
+// order, up to limit: a caller that goes that way need not ask for each.
+func (w *Worker) Wait(tensor, limit int, wait time.Duration) (run int, err error) {
 	w.mu.Lock()
+	defer w.mu.Unlock()
 	if w.layout == nil || tensor < 0 || tensor >= len(w.forward) {
-		n := len(w.forward)
-		w.mu.Unlock()
-		return fmt.Errorf("tensor %d does not exist: there are %d", tensor, n)
+		return 0, fmt.Errorf("tensor %d does not exist: there are %d", tensor, len(w.forward))
 	}
 	position := int(w.forward[tensor])
-	step := w.lastPass[position]
-	if w.sched.TensorDone(step, position) {
-		w.mu.Unlock()
-		return nil
+	if run := w.reducedRunLocked(position, limit); run > 0 {
+		return run, nil
 	}
 	if err := w.failureLocked(w.tensors[tensor].Name); err != nil {
-		w.mu.Unlock()
-		return err
+		return 0, err
 	}
 	if wait <= 0 {
-		w.mu.Unlock()
-		return ErrAgain
+		return 0, ErrAgain
 	}
-	me := &waiter{tensor: position, step: step, ch: make(chan struct{})}
+	me := &waiter{tensor: position, step: w.lastPass[position], ch: make(chan struct{})}
 	w.waiters = append(w.waiters, me)
 	w.mu.Unlock()
 
@@ -240,18 +236,31 @@ func (w *Worker) Wait(tensor int, wait time.Duration) error {
 	}
 
 	w.mu.Lock()
-	defer w.mu.Unlock()
 	w.stats.waited += time.Since(begin)
-	if w.sched != nil && w.sched.TensorDone(step, position) {
+	if run := w.reducedRunLocked(position, limit); run > 0 {
 		w.stats.waits++
-		return nil
+		return run, nil
 	}
 	w.dropWaiterLocked(me)
 	w.checkLeftBehindLocked()
 	if err := w.failureLocked(w.tensors[tensor].Name); err != nil {
-		return err
+		return 0, err
 	}
-	return ErrAgain
+	return 0, ErrAgain
+}
+
+// reducedRunLocked counts the reduced tensors from a forward position on, up
+// to limit, and looks at one at least.
+func (w *Worker) reducedRunLocked(position, limit int) int {
+	if w.sched == nil {
+		return 0
+	}
+	end := min(position+max(limit, 1), len(w.lastPass))
+	p := position
+	for p < end && w.sched.TensorDone(w.lastPass[p], p) {
+		p++
+	}
+	return p - position
 }
 
 // Drain waits until every closed pass is reduced.

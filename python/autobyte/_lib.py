@@ -42,11 +42,11 @@ _SIGNATURES: dict[str, list] = {
     "ab_joined": [c_int, c_int],
     "ab_settings": [c_int, c_char_p, c_int],
     "ab_set_tensors": [c_int, c_char_p, POINTER(c_int32), c_int],
-    "ab_layout": [c_int, c_int, POINTER(c_int64), c_int, POINTER(c_int64), c_int],
+    "ab_layout": [c_int, c_int, POINTER(c_int64), POINTER(c_int32), c_int, POINTER(c_int64), c_int],
     "ab_ready": [c_int, c_int, c_int],
     "ab_close_pass": [c_int, c_int, POINTER(c_uint64), POINTER(c_int)],
     "ab_absent": [c_int, c_uint64, c_int, POINTER(c_int32), c_int, POINTER(c_int)],
-    "ab_wait": [c_int, c_int, c_int],
+    "ab_wait": [c_int, c_int, c_int, c_int, POINTER(c_int)],
     "ab_drain": [c_int, c_int],
     "ab_next": [c_int, c_int, POINTER(Op)],
     "ab_sent": [c_int, c_uint64, c_int],
@@ -128,6 +128,8 @@ class Handle:
         self._library = load()
         self._blocking, self._quick = self._library.blocking, self._library.quick
         self._ready, self._wait_now = self._quick.ab_ready, self._quick.ab_wait
+        self._run = c_int(0)  # of the thread that trains, the only one that waits for tensors
+        self._run_pointer = ctypes.pointer(self._run)
         number = c_int(0)
         self.number = 0
         if self._blocking.ab_open(json.dumps(options).encode(), byref(number)) != OK:
@@ -181,12 +183,12 @@ class Handle:
             )
         )
 
-    def layout(self, tensors: int, spaces: int, wait_ms: int = SLICE_MS) -> tuple[list[int], list[int]] | None:
-        """Offsets of the tensors and sizes of the spaces in bytes; None: not yet."""
-        offsets, sizes = (c_int64 * tensors)(), (c_int64 * spaces)()
-        if not self._check(self._blocking.ab_layout(self.number, wait_ms, offsets, tensors, sizes, spaces)):
+    def layout(self, tensors: int, spaces: int, wait_ms: int = SLICE_MS) -> tuple[list[int], list[int], list[int]] | None:
+        """Offsets of the tensors in bytes, the tensors in forward order, sizes of the spaces in bytes; None: not yet."""
+        offsets, order, sizes = (c_int64 * tensors)(), (c_int32 * tensors)(), (c_int64 * spaces)()
+        if not self._check(self._blocking.ab_layout(self.number, wait_ms, offsets, order, tensors, sizes, spaces)):
             return None
-        return list(offsets), list(sizes)
+        return list(offsets), list(order), list(sizes)
 
     # -- training
 
@@ -198,11 +200,15 @@ class Handle:
             code = self._blocking.ab_ready(self.number, tensor, SLICE_MS)
         return self._check(code)
 
-    def is_reduced(self, tensor: int) -> bool:
-        return self._check(self._wait_now(self.number, tensor, 0))
+    def reduced(self, tensor: int, limit: int = 1) -> int:
+        """How many tensors are reduced now, from this one on in forward order, up to limit."""
+        self._check(self._wait_now(self.number, tensor, limit, 0, self._run_pointer))
+        return self._run.value
 
-    def wait(self, tensor: int, wait_ms: int = SLICE_MS) -> bool:
-        return self._check(self._blocking.ab_wait(self.number, tensor, wait_ms))
+    def wait(self, tensor: int, limit: int = 1, wait_ms: int = SLICE_MS) -> int:
+        """As ``reduced``, waiting for the first; 0: not yet."""
+        self._check(self._blocking.ab_wait(self.number, tensor, limit, wait_ms, self._run_pointer))
+        return self._run.value
 
     def close_pass(self, end_of_step: bool) -> tuple[int, int]:
         """The pass that ended (0: none was open) and its tensors without a gradient."""

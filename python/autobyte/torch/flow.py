@@ -22,6 +22,9 @@ log = logging.getLogger("autobyte")
 #: Seconds after which a wait that goes on is logged, and again each time.
 WARN_EVERY_S = 30.0
 
+#: Tensors in forward order that one question to the library covers.
+_RUN = 32
+
 
 def in_backward() -> bool:
     """True inside a backward pass of this thread."""
@@ -55,6 +58,7 @@ class Flow:
         self.handle = handle
         self.sync = True  # False inside no_sync()
         self.slots: list[Slot] = []
+        self.forward: list[Slot] = []  # in forward order, once the layout is fixed
         self.spaces: list[torch.Tensor] | None = None  # flat buffers; None until the first gradient
         self.settle_update: Callable[[Slot], None] = lambda slot: None  # applies one pending update now
         self.error: BaseException | None = None  # of the issuing thread
@@ -95,7 +99,10 @@ class Flow:
         patience = Patience(self.handle, self._limit_s)
         while (layout := self.handle.layout(len(tensors), len(kinds))) is None:
             patience.tick()
-        offsets, sizes = layout
+        offsets, forward, sizes = layout
+        self.forward = [self.slots[i] for i in forward]
+        for position, slot in enumerate(self.forward):
+            slot.position = position
         with torch.inference_mode(False), torch.no_grad():
             spaces = [
                 torch.zeros(size // dtype.itemsize, dtype=dtype, device=device)
@@ -246,12 +253,14 @@ class Flow:
         """Returns when the slot's view is reduced and nobody writes to it."""
         if not slot.busy:
             return
-        if not self.handle.is_reduced(slot.index):
+        run = self.handle.reduced(slot.index, _RUN)
+        if not run:
             patience = Patience(self.handle, self._limit_s)
-            while not self.handle.wait(slot.index):
+            while not (run := self.handle.wait(slot.index, _RUN)):
                 self.check()
                 patience.tick()
-        slot.busy = False
+        for reduced in self.forward[slot.position : slot.position + run]:
+            reduced.busy = False
 
     def result(self, slot: Slot) -> torch.Tensor | None:
         """The averaged gradient of a slot that is not idle; None if no rank had one."""

@@ -24,6 +24,7 @@ class Issuer:
     def __init__(self, handle: Handle, group: dist.ProcessGroup, device: torch.device, on_error: Callable) -> None:
         self._handle, self._group, self._device = handle, group, device
         self._on_error = on_error
+        self._options = dist.AllreduceOptions()  # a sum
         self._spaces: list[torch.Tensor] = []
         self._slices: dict[tuple[int, int, int], torch.Tensor] = {}
         self._event_of_range: Callable[[int, int, int], list] | None = None
@@ -72,7 +73,7 @@ class Issuer:
             if self._event_of_range is not None:
                 for event in self._event_of_range(space, offset, size):
                     torch.cuda.current_stream(self._device).wait_event(event)
-            work = dist.all_reduce(part, group=self._group, async_op=True)
+            work = self._group.allreduce([part], self._options)
             if self._waiter is not None:
                 work.wait()  # NCCL: orders this thread's stream after the operation, does not block
                 done = torch.cuda.Event()

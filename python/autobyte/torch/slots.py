@@ -32,7 +32,7 @@ class Slot:
 
     __slots__ = (
         "absent_in", "applying", "busy", "eager", "event", "index", "kept", "name",
-        "param", "pass_mark", "seen", "session", "snapshot", "state", "view", "zeroed",
+        "param", "pass_mark", "position", "seen", "session", "snapshot", "state", "view", "zeroed",
     )  # fmt: skip
 
     def __init__(self, session: Session, index: int, name: str, param: torch.nn.Parameter) -> None:
@@ -41,6 +41,7 @@ class Slot:
         self.name = name
         self.param = param
         self.view: torch.Tensor | None = None  # its range of the space, in the parameter's shape and strides
+        self.position = 0  # in forward order
         self.state = State.IDLE
         self.busy = False  # the view was handed out and is not known to be reduced
         self.pass_mark = 0  # local number of the last pass this slot took part in
