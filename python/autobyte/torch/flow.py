@@ -306,11 +306,13 @@ def describe(name: str, tensor: torch.Tensor) -> dict:
 
 
 def _view(space: torch.Tensor, param: torch.Tensor, offset_bytes: int) -> torch.Tensor:
-    """The parameter's range of a space, with the parameter's strides where they are dense."""
+    """The parameter's range of a space, with the parameter's strides where they are dense.
+
+    For autograd it is no view, as a gradient isn't one: it can be detached in place.
+    """
+    strides = param.stride() if _is_dense(param) else torch.empty(param.shape, device="meta").stride()
     start = offset_bytes // space.element_size()
-    if _is_dense(param):
-        return space.as_strided(param.shape, param.stride(), start)
-    return space[start : start + param.numel()].view(param.shape)
+    return space.new_empty(0).set_(space.untyped_storage(), start, param.shape, strides)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

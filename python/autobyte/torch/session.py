@@ -120,7 +120,7 @@ class Session:
         if self._closed:
             return
         self._check_process()
-        self.updates.inside = False
+        self.updates.outside()
         self.flow.check()
         self.flow.on_gradient(slot)
 
@@ -128,7 +128,7 @@ class Session:
         if self._closed:
             return
         self._check_process()
-        self.updates.inside = False
+        self.updates.outside()
         if torch.is_grad_enabled() and not in_backward():
             if [p.requires_grad for p in self._all_parameters] != self._trainable:
                 self._change_parameters()
@@ -195,9 +195,9 @@ class Session:
         if slot.state is State.FLYING:
             self.flow.settle(slot)
             return slot.raw
-        if slot.zeroed:
-            return slot.raw
-        return self.flow.result(slot)
+        if not slot.zeroed:
+            self.updates.apply([slot])  # whoever has the gradient may change it in place
+        return slot.raw
 
     def release_grad(self, slot: Slot) -> None:
         """``parameter.grad = ...``: what flies is no longer this parameter's gradient."""

@@ -28,6 +28,7 @@ class Updates:
         self.optimizer, self.flow = optimizer, flow
         self.pending = 0  # slots whose update waits for their gate
         self.inside = False  # our own code reads .grad and .state now
+        self._depth = 0  # of step() calls under way
         self.model_ids: dict[int, str] = {}  # id(parameter) -> name, all of the model
         self._slot_of: dict[int, Slot] = {}
         self._step = plain_step(type(optimizer))
@@ -50,9 +51,12 @@ class Updates:
 
     def install(self) -> None:
         optimizer = self.optimizer
+        self._pre_hook = optimizer.register_step_pre_hook(self._before_step)
+        post_hook = optimizer.register_step_post_hook(self._after_step)
+        optimizer._optimizer_step_post_hooks.move_to_end(post_hook.id, last=False)  # others find us finished
         self._handles = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
+            self._pre_hook,
+            post_hook,
             optimizer.register_state_dict_pre_hook(lambda *_: self.synchronize()),
             optimizer.register_load_state_dict_pre_hook(self._before_load),
             optimizer.register_load_state_dict_post_hook(lambda *_: self._gate_state()),
@@ -110,6 +114,9 @@ class Updates:
     # -- step
 
     def _before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+        self._depth += 1
+        if self._depth > 1:
+            return  # a step() that calls the step() of its base class, which has hooks of its own
         self.flow.check()
         self.inside = False
         self.synchronize()  # of the last step, what no forward pass has used
@@ -117,11 +124,15 @@ class Updates:
             return  # the closure runs backward passes; its reads of .grad wait by themselves
         self._refuse_strangers()
         self.flow.close_pass(end_of_step=True)
-        if self.separable and not _scales_inside(optimizer):
+        if self.separable and not _scales_inside(optimizer) and self._is_last_hook():
             self._defer()
         else:
             for slot in self._own_slots():
                 self.flow.settle(slot)
+
+    def _is_last_hook(self) -> bool:
+        """False if the user has put a hook behind ours, which may change gradients."""
+        return next(reversed(self.optimizer._optimizer_step_pre_hooks)) == self._pre_hook.id
 
     def _defer(self) -> None:
         snapshots = snapshot_groups(self.optimizer)
@@ -141,11 +152,20 @@ class Updates:
         self.inside = True  # until the real step(), which finds no gradient, is over
 
     def _after_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+        self._depth = max(self._depth - 1, 0)
+        if self._depth:
+            return
         self.inside = False
+        if not self._is_last_hook():
+            optimizer._optimizer_step_pre_hooks.move_to_end(self._pre_hook.id)
         if _closure(args, kwargs) is not None:
             self.flow.close_pass(end_of_step=True)
         elif self._eager:
             self.apply(self._eager)
+
+    def outside(self) -> None:
+        """The training loop is at work: whatever step() was running is over, by an exception perhaps."""
+        self.inside, self._depth = False, 0
 
     def _refuse_strangers(self) -> None:
         for number, group in enumerate(self.optimizer.param_groups):
