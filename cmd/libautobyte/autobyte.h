@@ -64,6 +64,11 @@ int ab_join(int handle, const char *rendezvous);
 /* Waits until all ranks have met and have the same tensors. */
 int ab_joined(int handle, int wait_ms);
 
+/* Looks whether this rank can go on: an error if it has failed, or if a rank is
+ * lost, or left over 2 seconds ago. For waits that this library has no part in;
+ * what, or NULL, is named in the error as what waits. */
+int ab_check(int handle, const char *what);
+
 /* The settings in force (rank 0's, once joined) as JSON. Returns the length. */
 int ab_settings(int handle, char *buf, int len);
 

@@ -124,6 +124,16 @@ func ab_joined(h, waitMS C.int) C.int {
 	return C.int(call(int(h), func(w *worker.Worker) error { return w.Joined(millis(waitMS)) }))
 }
 
+//export ab_check
+func ab_check(h C.int, what *C.char) C.int {
+	return C.int(call(int(h), func(w *worker.Worker) error {
+		if what == nil {
+			return w.Check("")
+		}
+		return w.Check(C.GoString(what))
+	}))
+}
+
 //export ab_settings
 func ab_settings(h C.int, buf *C.char, size C.int) C.int {
 	return textOf(h, buf, size, func(w *worker.Worker) (string, error) {

@@ -28,6 +28,9 @@ func (w *Worker) handle(e control.Event) {
 			w.changedLocked()
 		}
 	case control.Lost:
+		if len(w.lost) == 0 {
+			w.goneSince = time.Now()
+		}
 		w.lost = append(w.lost, e)
 		w.wakeAllLocked()
 	}

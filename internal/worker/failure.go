@@ -82,6 +82,21 @@ func (w *Worker) checkLeftBehindLocked() {
 	w.failLocked(w.lostErrorLocked(*gone, ""), false)
 }
 
+// Check says whether this rank's work can go on: it returns the error that
+// ended it, if any, and when a rank left so long ago that nothing more can come
+// from it, an error that says who. what waits, where no tensor does.
+func (w *Worker) Check(what string) error {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if err := w.failureLocked(what); err != nil {
+		return err
+	}
+	if gone := w.goneLocked(); gone != nil && time.Since(w.goneSince) >= leftBehindAfter {
+		return w.lostErrorLocked(*gone, what)
+	}
+	return nil
+}
+
 // lostErrorLocked says who is gone, why, and what waits for it.
 func (w *Worker) lostErrorLocked(lost control.Lost, context string) error {
 	how := "is lost"

@@ -113,10 +113,11 @@ type Worker struct {
 	spans     [spanRing]span  // by step modulo: what is known of it
 	verdicts  map[uint64][]int
 
-	lost     []control.Lost
-	err      error // first failure; everything after it fails alike
-	stopped  bool
-	progress time.Time // when something was last done
+	lost      []control.Lost
+	goneSince time.Time // when the first of them went
+	err       error     // first failure; everything after it fails alike
+	stopped   bool
+	progress  time.Time // when something was last done
 
 	ops   []sched.Op // scratch
 	done  []int      // scratch

@@ -40,6 +40,7 @@ _SIGNATURES: dict[str, list] = {
     "ab_rendezvous": [c_int, c_char_p, c_int],
     "ab_join": [c_int, c_char_p],
     "ab_joined": [c_int, c_int],
+    "ab_check": [c_int, c_char_p],
     "ab_settings": [c_int, c_char_p, c_int],
     "ab_set_tensors": [c_int, c_char_p, POINTER(c_int32), c_int],
     "ab_layout": [c_int, c_int, POINTER(c_int64), POINTER(c_int32), c_int, POINTER(c_int64), c_int],
@@ -166,6 +167,10 @@ class Handle:
 
     def joined(self, wait_ms: int = SLICE_MS) -> bool:
         return self._check(self._blocking.ab_joined(self.number, wait_ms))
+
+    def check(self, what: str) -> None:
+        """Raises if this rank can't go on, since a rank is lost or left long ago; what waits for it."""
+        self._check(self._quick.ab_check(self.number, what.encode()))
 
     def settings(self) -> dict:
         return json.loads(self._checked_text(self._quick.ab_settings))
