@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 TESTS = Path(__file__).resolve().parent
 PYTHON_ROOT = TESTS.parent
@@ -58,12 +58,13 @@ class Ranks:
                 **(env or {}),
             }  # fmt: skip
             with self._outputs[rank].open("wb") as output:
-                self.processes.append(
-                    subprocess.Popen(
-                        [sys.executable, "-u", __file__, str(task), str(self._result(rank))],
-                        env=variables, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                    )
-                )  # fmt: skip
+                self.processes.append(self._start([str(task), str(self._result(rank))], variables, output))
+
+    def _start(self, arguments: list[str], variables: dict[str, str], output: BinaryIO) -> subprocess.Popen:
+        return subprocess.Popen(
+            [sys.executable, "-u", __file__, *arguments],
+            env=variables, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
 
     def _result(self, rank: int) -> Path:
         return Path(self._folder.name, f"result-{rank}")
@@ -145,7 +146,8 @@ def init_gloo(timeout_s: float = 120) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
 
 
-def _main() -> None:
+def run_task() -> None:
+    """What a rank's process does: sys.argv names the task and where its result goes."""
     import importlib
     import logging
 
@@ -160,4 +162,4 @@ def _main() -> None:
 
 
 if __name__ == "__main__":
-    _main()
+    run_task()
