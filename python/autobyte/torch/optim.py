@@ -55,6 +55,18 @@ class GatedState(defaultdict):
     def __init__(self, values: dict, synchronize: Callable[[], None]) -> None:
         super().__init__(getattr(values, "default_factory", None) or dict, values)
         self._synchronize = synchronize
+        self._ordered = len(values)  # entries whose order is final
+
+    def has_grown(self) -> bool:
+        return defaultdict.__len__(self) > self._ordered
+
+    def order_new(self, keys: list) -> None:
+        """Brings the entries made since the last call into the order of keys."""
+        new = set(list(defaultdict.__iter__(self))[self._ordered :])
+        for key in keys:
+            if key in new:
+                defaultdict.__setitem__(self, key, defaultdict.pop(self, key))
+        self._ordered = defaultdict.__len__(self)
 
     def __getitem__(self, key: object) -> object:
         self._synchronize()

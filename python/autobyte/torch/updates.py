@@ -208,11 +208,19 @@ class Updates:
             slot.snapshot = None
             slot.absent_in, slot.kept = 0, None
         self.pending -= len(todo)
+        if not self.pending:
+            self._state_in_order()
+
+    def _state_in_order(self) -> None:
+        """Entries that a step has made get the order of the groups, not of the gates."""
+        state = self.optimizer.state
+        if isinstance(state, GatedState) and state.has_grown():
+            state.order_new([p for group in self.optimizer.param_groups for p in group["params"]])
 
     def _add_followers(self, todo: list[Slot]) -> None:
         """Adds what comes next in forward order and is reduced already: one call of the optimizer costs less than many."""
         forward = self.flow.forward
-        position = todo[-1].position + 1
+        position = max(slot.position for slot in todo) + 1  # nothing behind it is in todo
         while len(todo) < _TOGETHER and position < len(forward):
             slot = forward[position]
             if slot.state is not State.PENDING or slot.busy or slot.absent_in:
