@@ -225,6 +225,11 @@ class Flow:
             for slot in absent:
                 slot.absent_in = number
 
+    def end_pass_for(self, slot: Slot) -> None:
+        """Before the user reads or drops a gradient that the open pass has not brought here: another rank may have brought it."""
+        if self._in_pass and slot.pass_mark != self._pass_mark:
+            self.close_pass(end_of_step=False)
+
     def _take_part_without_gradient(self, slot: Slot) -> None:
         if slot.state is State.PENDING:
             self.settle_update(slot)

@@ -14,6 +14,9 @@ from autobyte._lib import AutoByteError, Handle
 
 log = logging.getLogger("autobyte")
 
+#: Longest wait in the store at a time, so that Ctrl-C works.
+_STORE_SLICE = timedelta(milliseconds=200)
+
 #: Times wrap() was called for a base group, by the group's name: equal on all
 #: its ranks, since all of them wrap.
 _wraps: dict[str, int] = {}
@@ -64,13 +67,15 @@ class Meeting:
 
     def _wait_for(self, key: str, timeout_s: float) -> bytes:
         deadline = time.monotonic() + timeout_s
-        while not self._store.check([key]):
-            if time.monotonic() > deadline:
-                raise AutoByteError(
-                    f"rank 0 did not reach wrap() within {timeout_s:g} s: every rank of the process group must call it"
-                )
-            time.sleep(0.02)
-        return self._store.get(key)
+        while True:
+            try:
+                self._store.wait([key], _STORE_SLICE)
+                return self._store.get(key)
+            except RuntimeError as error:  # DistStoreError is one; PyTorch 2.1 has no check() to ask with
+                if time.monotonic() > deadline:
+                    raise AutoByteError(
+                        f"rank 0 did not reach wrap() within {timeout_s:g} s: every rank of the process group must call it"
+                    ) from error
 
 
 def _backend(base: dist.ProcessGroup, device: torch.device) -> str:

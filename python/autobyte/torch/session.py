@@ -185,13 +185,15 @@ class Session:
         """``parameter.grad``: the averaged gradient, waited for if need be."""
         if self.updates.inside:
             return gradient_while_applying(slot)
-        if slot.state is State.IDLE:
-            return slot.raw
-        if in_backward():
+        if not in_backward():
+            self.flow.end_pass_for(slot)
+        elif slot.state is not State.IDLE:
             raise AutoByteError(
                 f"the gradient of {slot.name} was read in the middle of a backward pass, while it is being averaged: "
                 "read it after backward()"
             )
+        if slot.state is State.IDLE:
+            return slot.raw
         if slot.state is State.FLYING:
             self.flow.settle(slot)
             return slot.raw
@@ -201,13 +203,15 @@ class Session:
 
     def release_grad(self, slot: Slot) -> None:
         """``parameter.grad = ...``: what flies is no longer this parameter's gradient."""
-        if self.updates.inside or slot.state is State.IDLE:
+        if self.updates.inside:
             return
-        if in_backward():
+        if not in_backward():
+            self.flow.end_pass_for(slot)
+        elif slot.state is not State.IDLE:
             raise AutoByteError(f"the gradient of {slot.name} was replaced in the middle of a backward pass, while it is being averaged")
         if slot.state is State.FLYING:
             self.updates.flow_release(slot)
-        else:
+        elif slot.state is State.PENDING:
             slot.zeroed = True
 
     # -- for the user

@@ -92,6 +92,8 @@ class Updates:
 
     def zero_grad(self, original: Callable, slots: list[Slot], set_to_none: bool) -> None:
         """zero_grad of the optimizer or the model, which never touches what is in flight."""
+        for slot in slots:
+            self.flow.end_pass_for(slot)
         was_inside, self.inside = self.inside, True
         try:
             original(set_to_none)
@@ -272,9 +274,18 @@ def _is_outside() -> bool:
     return (
         torch.is_grad_enabled()
         and not torch.is_inference_mode_enabled()
-        and not torch.is_autocast_enabled("cpu")
-        and not torch.is_autocast_enabled("cuda")
+        and not any(map(_autocasts, _KINDS))
     )
+
+
+_KINDS = ("cpu", "cuda")
+
+
+def _autocasts(kind: str) -> bool:
+    try:
+        return torch.is_autocast_enabled(kind)
+    except TypeError:  # before PyTorch 2.4
+        return torch.is_autocast_cpu_enabled() if kind == "cpu" else torch.is_autocast_enabled()
 
 
 @contextlib.contextmanager
@@ -285,8 +296,8 @@ def _as_outside():
             stack.enter_context(torch.inference_mode(False))
         if not torch.is_grad_enabled():
             stack.enter_context(torch.enable_grad())
-        for kind in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(kind):
+        for kind in _KINDS:
+            if _autocasts(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
         yield
 
