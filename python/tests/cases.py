@@ -86,6 +86,20 @@ OPTIMIZERS = {
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.5),
 }
 
+
+
+def _has_fused_on_cpu() -> bool:
+    """PyTorch has fused optimizers for the CPU from 2.4 on."""
+    try:
+        OPTIMIZERS["adamw-fused"]([nn.Parameter(torch.zeros(1))])
+    except RuntimeError:
+        return False
+    return True
+
+
+if not _has_fused_on_cpu():
+    del OPTIMIZERS["adamw-fused"]
+
 PLANS: dict[str, dict] = {
     "tiny": {"partition": 512, "fusion": 0, "credit": 2048},
     "one": {"partition": "1GiB", "fusion": "1GiB", "credit": "1GiB"},
