@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autobyte.torch.gates import Hook, put_method
-from autobyte.torch.rendezvous import broadcast_state
+from autobyte.torch.rendezvous import Broadcaster
 from autobyte.torch.updates import check_optimizer
 
 log = logging.getLogger("autobyte")
@@ -38,11 +38,11 @@ class _Plain:
     def __init__(self, model: nn.Module, base: dist.ProcessGroup) -> None:
         self._model, self._base = model, base
         self._scale = 1.0 / dist.get_world_size(base)
-        self._source = dist.get_process_group_ranks(base)[0]
         self._sync = True
         self._queued = False
         self._buffers_due = True
-        broadcast_state([*model.parameters(), *model.buffers()], base, self._source)
+        self._broadcaster = Broadcaster(base, dist.get_process_group_ranks(base)[0])
+        self._broadcaster.send([*model.parameters(), *model.buffers()], "the model's parameters and buffers")
         for p in model.parameters():
             if p.requires_grad:
                 p.register_post_accumulate_grad_hook(Hook(self._on_gradient))
@@ -87,7 +87,7 @@ class _Plain:
 
     def _before_forward(self, *_: object) -> None:
         if self._buffers_due:
-            broadcast_state(list(self._model.buffers()), self._base, self._source)
+            self._broadcaster.send(list(self._model.buffers()), "the model's buffers")
 
     def _after_forward(self, *_: object) -> None:
         self._buffers_due = torch.is_grad_enabled() and self._sync

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -33,25 +35,20 @@ def base_group(given: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 class Meeting:
-    """The groups and names of one wrapped model, equal on all ranks."""
+    """The names and groups of one wrapped model, equal on all ranks."""
 
     def __init__(self, base: dist.ProcessGroup, device: torch.device) -> None:
         self.rank = dist.get_rank(base)
         self.world = dist.get_world_size(base)
-        ranks = dist.get_process_group_ranks(base)
         name = getattr(base, "group_name", "default")
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         _wraps[name] = _wraps.get(name, 0) + 1
         self.job = f"{name}/{restart}/{_wraps[name]}"
         self.incarnation = int(restart) if restart.isdigit() else 0
-        backend = _backend(base, device)
-        whole_world = len(ranks) == dist.get_world_size()
-        extra = {} if whole_world else {"use_local_synchronization": True}
-        timeout = _timeout(base, device)
-        self.partitions = dist.new_group(ranks, timeout=timeout, backend=backend, **extra)
-        self.buffers = dist.new_group(ranks, timeout=timeout, backend=backend, **extra)
-        self.source = ranks[0]  # global rank of the group's rank 0
+        self.source = dist.get_process_group_ranks(base)[0]  # global rank of the group's rank 0
+        self._base, self._device = base, device
         self._store = dist.PrefixStore(f"autobyte/{self.job}", dist.distributed_c10d._world.pg_map[base][1])
+        self._groups: list[dist.ProcessGroup] = []
 
     def connect(self, handle: Handle, timeout_s: float) -> None:
         """Joins the libraries of all ranks; returns when all agree on the tensors."""
@@ -64,6 +61,27 @@ class Meeting:
             pass
         if self.rank == 0:
             self._store.delete_key("rendezvous")  # it holds the job's secret
+
+    def new_group(self) -> dist.ProcessGroup:
+        """A process group of our own over the same ranks. After connect: making one waits for all
+        ranks and can't be interrupted, so they must be there."""
+        ranks = dist.get_process_group_ranks(self._base)
+        extra = {} if len(ranks) == dist.get_world_size() else {"use_local_synchronization": True}
+        backend, timeout = _backend(self._base, self._device), _timeout(self._base, self._device)
+        group = dist.new_group(ranks, timeout=timeout, backend=backend, **extra)
+        self._groups.append(group)
+        return group
+
+    def close(self) -> None:
+        """Gives the groups back. Nothing may be under way in them."""
+        while self._groups:
+            dist.destroy_process_group(self._groups.pop())
+
+    def abandon(self) -> None:
+        """Leaves the groups to the end of the process. gloo waits for what is under way when a group
+        is freed, and that may never end; so nothing may free them, not even the interpreter's exit."""
+        for group in self._groups:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
     def _wait_for(self, key: str, timeout_s: float) -> bytes:
         deadline = time.monotonic() + timeout_s
@@ -97,22 +115,71 @@ def _timeout(base: dist.ProcessGroup, device: torch.device) -> timedelta | None:
         return None  # the default
 
 
-def broadcast_state(tensors: list[torch.Tensor], group: dist.ProcessGroup, source: int) -> None:
-    """Gives every rank the values of the group's rank 0, in few large messages."""
-    by_kind: dict[tuple, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    with torch.no_grad():
-        for kind in by_kind.values():
-            for bunch in _bunches(kind):
-                flat = torch.cat([t.detach().reshape(-1) for t in bunch])
-                dist.broadcast(flat, source, group=group)
-                start = 0
-                for tensor in bunch:
-                    part = flat[start : start + tensor.numel()].view(tensor.shape)
-                    with torch.autograd._unsafe_preserve_version_counter(tensor):
-                        tensor.detach().copy_(part)
-                    start += tensor.numel()
+#: Longest wait for a collective at a time, so that Ctrl-C works and a lost rank is noticed.
+WORK_SLICE = timedelta(milliseconds=100)
+
+#: Seconds in which the control plane names the rank that made a collective fail.
+_BLAME_S = 3.0
+
+
+class Broadcaster:
+    """Gives every rank of a group the values of its rank 0, in few large messages.
+
+    check raises when a rank is gone that a broadcast waits for; what names the tensors.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, source: int, check: Callable[[str], None] = lambda what: None) -> None:
+        self._group, self._source, self._check = group, source, check
+
+    def send(self, tensors: list[torch.Tensor], what: str) -> None:
+        by_kind: dict[tuple, list[torch.Tensor]] = {}
+        for tensor in tensors:
+            by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        with torch.no_grad():
+            for kind in by_kind.values():
+                for bunch in _bunches(kind):
+                    self._send_bunch(bunch, what)
+
+    def _send_bunch(self, bunch: list[torch.Tensor], what: str) -> None:
+        flat = torch.cat([t.detach().reshape(-1) for t in bunch])
+        try:
+            work = dist.broadcast(flat, self._source, group=self._group, async_op=True)
+            if flat.is_cuda:
+                work.wait()  # does not block: it orders the current stream after the broadcast
+            else:
+                while not has_ended(work):
+                    self._check(what)
+        except RuntimeError as error:
+            if isinstance(error, AutoByteError):
+                raise
+            raise self._blame(error, what) from error
+        start = 0
+        for tensor in bunch:
+            part = flat[start : start + tensor.numel()].view(tensor.shape)
+            with torch.autograd._unsafe_preserve_version_counter(tensor):
+                tensor.detach().copy_(part)
+            start += tensor.numel()
+
+    def _blame(self, error: RuntimeError, what: str) -> AutoByteError:
+        """The engine seldom says which rank is at fault; soon the control plane does."""
+        deadline = time.monotonic() + _BLAME_S
+        while time.monotonic() < deadline:
+            try:
+                self._check(what)
+            except AutoByteError as named:
+                return named
+            time.sleep(0.02)
+        return AutoByteError(f"{what} could not be broadcast: {error}")
+
+
+def has_ended(work: dist.Work) -> bool:
+    """Waits for a slice of time. Raises what made the work fail."""
+    try:
+        return work.wait(WORK_SLICE)
+    except RuntimeError:
+        if not work.is_completed():
+            return False  # the time was over
+    return work.wait()
 
 
 _BUNCH_BYTES = 64 << 20

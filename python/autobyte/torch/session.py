@@ -21,7 +21,7 @@ from autobyte.torch import slots as slot_registry
 from autobyte.torch.flow import Flow, Patience, describe, in_backward
 from autobyte.torch.gates import Gates, Hook, put_method, take_method
 from autobyte.torch.issue import Issuer
-from autobyte.torch.rendezvous import Meeting, broadcast_state
+from autobyte.torch.rendezvous import Broadcaster, Meeting
 from autobyte.torch.slots import Slot, State
 from autobyte.torch.updates import Updates, check_optimizer, gradient_while_applying
 
@@ -30,8 +30,8 @@ log = logging.getLogger("autobyte")
 #: Sessions that are not shut down, by model.
 sessions: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictionary()
 
-#: Seconds that a shutdown waits for operations that were issued.
-_IDLE_S = 3.0
+#: Seconds that the end waits for the issuing thread, and for operations that were issued.
+_END_S = 3.0
 
 
 class Session:
@@ -61,12 +61,15 @@ class Session:
         try:
             meeting.connect(self.handle, options.timeout)
             self._report_settings(options)
-            broadcast_state([*model.parameters(), *model.buffers()], meeting.partitions, meeting.source)
-        except BaseException:
+            partitions = meeting.new_group()
+            self._broadcaster = Broadcaster(meeting.new_group(), meeting.source, self.handle.check)
+            self._broadcaster.send([*model.parameters(), *model.buffers()], "the model's parameters and buffers")
+        except BaseException as error:
             with contextlib.suppress(AutoByteError):
-                self.handle.shutdown("wrap() failed")
+                self.handle.shutdown(f"its wrap() failed: {type(error).__name__}: {error}")
+            meeting.abandon()
             raise
-        self.issuer = Issuer(self.handle, meeting.partitions, device, self._issuing_failed)
+        self.issuer = Issuer(self.handle, partitions, device, self._issuing_failed)
         self.flow = Flow(self.handle, self.issuer, self.rank, self.world, limit_s)
         self.updates = Updates(optimizer, self.flow, self.rank)
         self.updates.model_ids = names
@@ -141,7 +144,7 @@ class Session:
     def _sync_buffers(self) -> None:
         buffers = list(self.model.buffers())
         if buffers:
-            broadcast_state(buffers, self._meeting.buffers, self._meeting.source)
+            self._broadcaster.send(buffers, "the model's buffers")
 
     def _change_parameters(self) -> None:
         """Something was frozen, unfrozen or added since the last forward pass: a new layout."""
@@ -295,11 +298,15 @@ class Session:
         take_method(self.model, "zero_grad")
         take_method(self.model, "no_sync")
         self.model.__dict__["no_sync"] = contextlib.nullcontext
-        self.issuer.join(_IDLE_S)
+        ended = self.issuer.join(_END_S)
         with contextlib.suppress(AutoByteError):
-            self.handle.wait_idle(int(_IDLE_S * 1000))
+            ended = self.handle.wait_idle(int(_END_S * 1000)) == 0 and ended
         with contextlib.suppress(AutoByteError):
             self.handle.shutdown(reason)
+        if ended and not reason:
+            self._meeting.close()
+        else:
+            self._meeting.abandon()
 
 
 def session_of(model: nn.Module) -> Session:
