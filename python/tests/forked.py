@@ -152,7 +152,6 @@ def _become_rank(arguments: list[str], variables: dict[str, str], output: str) -
 if __name__ == "__main__":
     import torch
     import torch._dynamo  # imported by the first optimizer
-    import torch.distributed
 
     import autobyte.torch  # noqa: F401 - imports, and does not load the library
 
