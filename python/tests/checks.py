@@ -170,7 +170,7 @@ def assert_same(one: object, other: object, path: str = "") -> None:
         for i, (a, b) in enumerate(zip(one, other)):
             assert_same(a, b, f"{path}.{i}")
     else:
-        assert one == other, f"{path}: {one!r} against {other!r}"
+        assert type(one) is type(other) and one == other, f"{path}: {one!r:.80} against {other!r:.80}"
 
 
 def raises(kind: type[BaseException], *parts: str) -> contextlib.AbstractContextManager:

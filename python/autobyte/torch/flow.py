@@ -224,6 +224,7 @@ class Flow:
             self._verdicts[number] = absent
             for slot in absent:
                 slot.absent_in = number
+            self._forget_verdicts()
 
     def end_pass_for(self, slot: Slot) -> None:
         """Before the user reads or drops a gradient that the open pass has not brought here: another rank may have brought it."""
@@ -290,6 +291,14 @@ class Flow:
             if slot.absent_in == number and slot.index not in nowhere:
                 slot.absent_in = 0  # another rank had a gradient: the view holds the average
                 slot.kept = None
+
+    def _forget_verdicts(self) -> None:
+        """Of passes whose slots have been dropped or reused since, so that nobody will ask."""
+        for number, slots in list(self._verdicts.items()):
+            if any(slot.absent_in == number for slot in slots):
+                continue
+            if self.handle.absent(number, len(self.slots), wait_ms=0) is not None:
+                del self._verdicts[number]
 
     def settle(self, slot: Slot) -> None:
         """Puts the averaged gradient of a flying slot where PyTorch keeps it."""

@@ -100,13 +100,25 @@ class Updates:
         finally:
             self.inside = was_inside
         for slot in slots:
+            if slot.state is State.IDLE:
+                continue
+            if not set_to_none and slot.absent_in:
+                self._settle(slot)  # only then it is known whether there is a gradient to zero
+                if slot.raw is not None:
+                    slot.raw.zero_()
+                continue
             if slot.state is State.FLYING:
                 self.flow_release(slot)
-            elif slot.state is State.PENDING:
-                slot.zeroed = True
             else:
-                continue
+                slot.zeroed = True
             slot.raw = None if set_to_none else torch.zeros_like(slot.param)
+
+    def _settle(self, slot: Slot) -> None:
+        """Puts the slot's gradient where PyTorch keeps it, after its update if one is pending."""
+        if slot.state is State.PENDING:
+            self.apply([slot])
+        else:
+            self.flow.settle(slot)
 
     def flow_release(self, slot: Slot) -> None:
         """The user drops or replaces a gradient that flies: its sum goes on and is not used."""
