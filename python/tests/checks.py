@@ -42,7 +42,7 @@ def _run_on_rank(rank: int, world: int, module_name: str, names: list[str]) -> d
     import autobyte.torch as ab
     from autobyte.torch.session import shutdown_all
 
-    init_gloo(40)
+    init_gloo(20)
     module = importlib.import_module(module_name)
     results = dict.fromkeys(names, "not run: an earlier check left the ranks apart")
     for name in names:
@@ -62,6 +62,9 @@ def _run_on_rank(rank: int, world: int, module_name: str, names: list[str]) -> d
             break
         if failed.item() not in (0, world):
             break
+    else:
+        dist.barrier()
+        dist.destroy_process_group()
     return results
 
 
