@@ -104,7 +104,6 @@ class Model(nn.Module):
         super().__init__()
         self.clock = Clock()
         self.layers = nn.ModuleList(Layer(spec, self.clock) for spec in profile["layers"])
-        # The clock of backward starts when backward does.
 
     def forward(self, activation: torch.Tensor) -> torch.Tensor:
         self.clock.begin_forward()
@@ -133,7 +132,10 @@ class PlainModel(nn.Module):
         super().__init__()
         self.times = [(layer["forward_s"], layer["backward_s"]) for layer in profile["layers"]]
         self.weights = nn.ModuleList(
-            nn.ParameterList(torch.zeros(t["bytes"] // getattr(torch, t["dtype"]).itemsize, dtype=getattr(torch, t["dtype"])) for t in layer["tensors"])
+            nn.ParameterList(
+                torch.zeros(t["bytes"] // getattr(torch, t["dtype"]).itemsize, dtype=getattr(torch, t["dtype"]))
+                for t in layer["tensors"]
+            )
             for layer in profile["layers"]
         )
 
