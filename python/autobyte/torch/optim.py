@@ -143,6 +143,7 @@ def why_not_separable(optimizer: Optimizer) -> str:
         with torch.enable_grad():
             for round_number in range(_TOY_STEPS):
                 before = [_hyper_parameters(g) for g in split.param_groups]
+                own_before = _own_attributes(split)
                 _give_gradients(whole, round_number)
                 _give_gradients(split, round_number)
                 step(whole)
@@ -150,6 +151,8 @@ def why_not_separable(optimizer: Optimizer) -> str:
                 after = [_hyper_parameters(g) for g in split.param_groups]
                 if not all(_same(b, a) for b, a in zip(before, after, strict=True)):
                     return "it keeps state in its parameter groups"
+                if not _same(own_before, _own_attributes(split)):
+                    return "it keeps state on itself"
                 for ours, theirs in zip(_parameters(split), _parameters(whole), strict=True):
                     if not _same(ours, theirs) or not _same(split.state.get(ours), whole.state.get(theirs)):
                         return "a step over all parameters differs from steps over parts of them"
@@ -226,6 +229,15 @@ def _step_by_slices(optimizer: Optimizer, step: Callable) -> None:
 
 def _hyper_parameters(group: dict) -> dict:
     return copy.deepcopy({key: value for key, value in group.items() if key != "params"})
+
+
+def _own_attributes(optimizer: Optimizer) -> dict:
+    """Numbers and tensors that are attributes of the optimizer itself."""
+    return {
+        key: copy.deepcopy(value)
+        for key, value in vars(optimizer).items()
+        if isinstance(value, (int, float, torch.Tensor, list, tuple)) and key != "param_groups"
+    }
 
 
 def _same(one: object, other: object) -> bool:
