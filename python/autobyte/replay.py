@@ -8,11 +8,10 @@ Modes: `ddp` and `autobyte` differ in nothing but the wrapping. `plain` is a che
 on a model of the same sizes in which nothing of the rest of this file is used, neither its clock nor
 its gradients.
 
-How the replayed clock runs, so that it hides nothing:
-- Backward: layers end at deadlines that count from the start of backward. Nothing waits there, and a GPU would
-  not stop computing while the CPU copies gradients.
-- Forward: a layer's sleep begins when the layer is entered, after whatever waited for its parameters. It is
-  shortened only by how much the sleep before it overslept, never by a wait.
+How the replayed clock runs: as a GPU's does. Python enqueues layers and runs ahead of it; a layer starts when the one
+before it has ended and Python has reached it, so a gate that waits for a parameter delays the layer by all it waits,
+and the time that Python takes to call a layer shows only where the device would have idled. In backward each gradient
+is handed over when the clock has reached the end of its layer.
 """
 
 from __future__ import annotations
@@ -33,35 +32,31 @@ PR_SET_TIMERSLACK = 29
 
 
 class Clock:
-    """Sleeps for a layer's computation. Times are time.monotonic()."""
+    """The time until which an emulated device is busy, in seconds of time.monotonic()."""
 
     def __init__(self) -> None:
         # Linux delays a sleep's end by up to 50 us by default, to save wake-ups.
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0)
-        self._overslept = 0.0
-        self._deadline = 0.0
-
-    def begin_forward(self) -> None:
-        self._overslept = 0.0
+        self._busy_until = 0.0
 
     def forward(self, seconds: float) -> None:
-        end = time.monotonic() + seconds - self._overslept
-        self._overslept = sleep_until(end)
+        """Enqueues a layer that Python has reached now."""
+        self._busy_until = max(self._busy_until, time.monotonic()) + seconds
 
     def begin_backward(self) -> None:
-        self._deadline = time.monotonic()
+        self._busy_until = max(self._busy_until, time.monotonic())
 
     def backward(self, seconds: float) -> None:
-        self._deadline += seconds
-        sleep_until(self._deadline)
+        """Runs a layer and returns when its gradients are there."""
+        self._busy_until += seconds
+        sleep_until(self._busy_until)
 
 
-def sleep_until(end: float) -> float:
-    """Sleeps until time.monotonic() is `end` and returns by how much it is later."""
+def sleep_until(end: float) -> None:
+    """Sleeps until time.monotonic() is `end`."""
     remaining = end - time.monotonic()
     if remaining > 0:
         time.sleep(remaining)
-    return time.monotonic() - end
 
 
 class Compute(torch.autograd.Function):
@@ -106,7 +101,6 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(Layer(spec, self.clock) for spec in profile["layers"])
 
     def forward(self, activation: torch.Tensor) -> torch.Tensor:
-        self.clock.begin_forward()
         for layer in self.layers:
             activation = layer(activation)
         return activation.sum()
