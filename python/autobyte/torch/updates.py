@@ -137,6 +137,7 @@ class Updates:
         if _closure(args, kwargs) is not None:
             return  # the closure runs backward passes; its reads of .grad wait by themselves
         self._refuse_strangers()
+        self._gate_state()  # the user may have put a fresh dictionary there
         self.flow.close_pass(end_of_step=True)
         if self.separable and not _scales_inside(optimizer) and self._is_last_hook():
             self._defer()
@@ -254,7 +255,6 @@ class Updates:
             slot.applying = True
         shadow = self._shadow
         shadow.param_groups = list(groups.values())
-        shadow.state = self.optimizer.state
         try:
             self._step(shadow)
         finally:
