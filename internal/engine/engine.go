@@ -18,7 +18,8 @@ type Reports interface {
 
 // Engine carries partitions. Submit never blocks and takes the operations in
 // the order in which this rank must issue them; the caller bounds how many are
-// under way. After Close, nothing is taken and nothing more is reported.
+// under way. After Close, nothing is taken and no report begins; Close can be
+// called again.
 type Engine interface {
 	Submit(ops []sched.Op)
 	Close() error

@@ -119,27 +119,28 @@ func (e *Engine) underWayLocked(step uint64, index int) error {
 	return nil
 }
 
-// answered takes an operation off the list of those handed out.
-func (e *Engine) answered(step uint64, index int) error {
+// answered takes an operation off the list of those handed out, and says
+// whether the answer is to be reported.
+func (e *Engine) answered(step uint64, index int) (report bool, err error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	if err := e.underWayLocked(step, index); err != nil {
-		return err
+		return false, err
 	}
 	delete(e.taken, key{step, int32(index)})
 	if len(e.taken) == 0 && e.idle != nil {
 		close(e.idle)
 		e.idle = nil
 	}
-	return nil
+	return !e.closed, nil
 }
 
 // Sent says that the bytes of a taken operation have left.
 func (e *Engine) Sent(step uint64, index int) error {
 	e.mu.Lock()
-	err := e.underWayLocked(step, index)
+	err, closed := e.underWayLocked(step, index), e.closed
 	e.mu.Unlock()
-	if err != nil {
+	if err != nil || closed {
 		return err
 	}
 	e.reports.Sent(step, index)
@@ -148,7 +149,7 @@ func (e *Engine) Sent(step uint64, index int) error {
 
 // Done says that a taken operation has been reduced.
 func (e *Engine) Done(step uint64, index int) error {
-	if err := e.answered(step, index); err != nil {
+	if report, err := e.answered(step, index); !report {
 		return err
 	}
 	return e.reports.Done(step, index)
@@ -156,7 +157,7 @@ func (e *Engine) Done(step uint64, index int) error {
 
 // Failed says that a taken operation can't be reduced, and why.
 func (e *Engine) Failed(step uint64, index int, cause error) error {
-	if err := e.answered(step, index); err != nil {
+	if report, err := e.answered(step, index); !report {
 		return err
 	}
 	e.reports.Failed(step, index, cause)
@@ -188,7 +189,7 @@ func (e *Engine) WaitIdle(wait time.Duration) int {
 }
 
 // Close stops Take and drops what was not taken. Answers for what was taken
-// are still accepted.
+// are still accepted, for WaitIdle, and no longer reported.
 func (e *Engine) Close() error {
 	e.mu.Lock()
 	e.closed = true
