@@ -226,6 +226,10 @@ def check_clipping(rank: int) -> None:
         for p in module.parameters():
             p.grad.add_(torch.ones_like(p), alpha=0.01)
 
+    def assign_data(module):
+        for p in module.parameters():
+            p.grad.data = p.grad.data * 0.5
+
     def replace(module):
         for p in module.parameters():
             p.grad = p.grad * 0.5 + 0.01
@@ -233,7 +237,7 @@ def check_clipping(rank: int) -> None:
     def replace_first(module):
         module[0].weight.grad = torch.ones_like(module[0].weight)
 
-    for change in (clip_norm, clip_norm_foreach, clip_value, scale, scale_data, noise, replace, replace_first):
+    for change in (clip_norm, clip_norm_foreach, clip_value, scale, scale_data, assign_data, noise, replace, replace_first):
 
         def loop(model, module, optimizer, change=change):
             out = []

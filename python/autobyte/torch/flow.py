@@ -138,6 +138,7 @@ class Flow:
         if gradient is None:
             return
         if gradient.layout is not torch.strided:
+            slot.raw = None  # what can't be averaged must not take part later
             raise AutoByteError(f"parameter {slot.name} has a {gradient.layout} gradient; only dense ones can be averaged (sparse=False)")
         if gradient.requires_grad:
             gradient = gradient.detach()
@@ -150,6 +151,7 @@ class Flow:
             self._note_unseen(slot)
         view = slot.view
         if gradient.dtype != view.dtype or gradient.shape != view.shape or gradient.device != view.device:
+            slot.raw = None
             raise AutoByteError(
                 f"parameter {slot.name} is {tuple(gradient.shape)} {gradient.dtype} on {gradient.device} and was "
                 f"{tuple(view.shape)} {view.dtype} on {view.device} at wrap(): call wrap() after such changes"
@@ -303,10 +305,10 @@ class Flow:
     def settle(self, slot: Slot) -> None:
         """Puts the averaged gradient of a flying slot where PyTorch keeps it."""
         if slot.state is State.FLYING:
-            gradient = self.result(slot)
+            self.result(slot)
+            slot.raw = slot.gradient
             slot.state = State.IDLE
             slot.absent_in, slot.kept = 0, None
-            slot.raw = gradient
 
     def check(self) -> None:
         """Raises what ended the issuing thread, if anything did."""

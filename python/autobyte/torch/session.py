@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from autobyte._lib import AutoByteError, Handle
@@ -85,7 +86,8 @@ class Session:
     def _set_parameters(self) -> None:
         """Makes slots and gates for what is trainable now."""
         self._all_parameters = list(self.model.parameters())
-        named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        # An empty gradient equals its average: such a parameter stays as PyTorch handles it.
+        named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad and p.numel() > 0]
         slots = [Slot(self, i, name, p) for i, (name, p) in enumerate(named)]
         for slot in slots:
             slot_registry.register(slot)
@@ -369,7 +371,10 @@ def install_process_hooks() -> None:
 
 
 def _one_device(model: nn.Module) -> torch.device:
-    devices = {p.device for p in model.parameters() if p.requires_grad}
+    for name, p in model.named_parameters():
+        if isinstance(p, UninitializedParameter):
+            raise ValueError(f"wrap(): parameter {name} has no shape yet: run a forward pass of the model before wrap()")
+    devices = {p.device for p in model.parameters() if p.requires_grad and p.numel() > 0}
     if not devices:
         raise ValueError("wrap(): the model has no parameter that requires a gradient")
     kinds = {device.type for device in devices}

@@ -62,6 +62,16 @@ class Slot:
     def raw(self, value: torch.Tensor | None) -> None:
         RAW_GRAD.__set__(self.param, value)
 
+    @property
+    def gradient(self) -> torch.Tensor | None:
+        """The averaged gradient of a slot whose result is known.
+
+        Each time another tensor over the same memory: PyTorch's own
+        ``Module.to`` and users assign to ``grad.data``, which must not turn
+        the view away from its space.
+        """
+        return self.view.data if self.absent_in == 0 else self.kept
+
 
 _slots: dict[int, Slot] = {}  # id(parameter) -> slot; a slot keeps its parameter alive
 

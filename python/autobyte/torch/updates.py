@@ -208,7 +208,7 @@ class Updates:
         self._add_followers(todo)
         was_inside, self.inside = self.inside, True
         try:
-            slots = [slot for slot in todo if _gradient_of(slot) is not None]
+            slots = [slot for slot in todo if slot.absent_in == 0 or slot.kept is not None]
             if _is_outside():
                 self._step_slice(slots)
             else:
@@ -218,7 +218,7 @@ class Updates:
             self.inside = was_inside
         for slot in todo:
             if not slot.zeroed:
-                slot.raw = _gradient_of(slot)
+                slot.raw = slot.gradient
             slot.state = State.IDLE
             slot.snapshot = None
             slot.absent_in, slot.kept = 0, None
@@ -262,14 +262,9 @@ class Updates:
                 slot.applying = False
 
 
-def _gradient_of(slot: Slot) -> torch.Tensor | None:
-    """The gradient of a slot whose result is known."""
-    return slot.view if slot.absent_in == 0 else slot.kept
-
-
 def gradient_while_applying(slot: Slot) -> torch.Tensor | None:
     """What the optimizer's own reads of ``.grad`` get."""
-    return _gradient_of(slot) if slot.applying else slot.raw
+    return slot.gradient if slot.applying else slot.raw
 
 
 def _closure(args: tuple, kwargs: dict) -> Callable | None:
