@@ -50,7 +50,8 @@ int ab_version(char *buf, int len);
  *    "fusion": bytes, "lanes": n, "policy": "priority"|"fifo"},
  *    "tensors": [{"name": "", "dtype": "float32", "shape": [4, 3], "bytes": 48, "space": 0}],
  *    "log": false}
- * Settings left out get defaults. With "log" true it writes to stderr.
+ * bytes of a tensor that is not trainable are 0. Settings left out get defaults
+ * that follow from the sum of bytes. With "log" true it writes to stderr.
  * Rank 0 listens at once for the control connections of the others. */
 int ab_open(const char *options, int *handle);
 

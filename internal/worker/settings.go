@@ -16,34 +16,52 @@ type Settings struct {
 	Policy    *sched.Policy `json:"policy,omitempty"`
 }
 
+// Bounds of the default partition size, and how many partitions of that size
+// a model should have at least.
+const (
+	minDefaultPartition = 256 << 10
+	maxDefaultPartition = 1 << 20
+	minPartitions       = 16
+)
+
 // Defaults is the configuration of the external engine where the user sets
-// nothing. They come from a sweep of ResNet50's gradients over gloo at
-// 1 Gbit/s (docs/external-engine.md): an operation must be long enough to
-// cover its fixed cost and short enough to let an urgent one pass.
-func Defaults() sched.Config {
+// nothing, for a model with so many bytes of gradients. A partition must be
+// long enough to cover the fixed cost of an operation and short enough to let
+// an urgent one pass; docs/external-engine.md has the measurements. A small
+// model gets smaller ones, or there would be nothing to put in order.
+func Defaults(gradientBytes int64) sched.Config {
+	partition := min(max(gradientBytes/minPartitions, minDefaultPartition), maxDefaultPartition)
+	partition -= partition % sched.Align
 	return sched.Config{
-		Partition: 1 << 20,
-		Credit:    4 << 20,
-		Fusion:    1 << 20,
-		Lanes:     4,
+		Partition: partition,
+		Credit:    creditPartitions * partition,
+		Fusion:    partition,
+		Lanes:     creditPartitions,
 		Policy:    sched.Priority,
 	}
 }
 
-// withDefaults fills what the user left open and checks the whole.
-func (s Settings) withDefaults() (Settings, error) {
-	d := Defaults()
+// creditPartitions is how many partitions are under way by default: gloo works
+// on two at a time, one is on its way to the others, and one covers the delay
+// of a completion.
+const creditPartitions = 4
+
+// withDefaults fills what the user left open, for a model with so many bytes
+// of gradients, and checks the whole.
+func (s Settings) withDefaults(gradientBytes int64) (Settings, error) {
+	d := Defaults(gradientBytes)
+	if s.Credit != nil {
+		d.Partition = min(d.Partition, max(*s.Credit, sched.Align))
+	}
 	if s.Partition == nil {
 		s.Partition = &d.Partition
-	} else if s.Fusion == nil {
-		// Fusing up to more than what the user wants as a partition would
-		// defeat the partition size.
-		d.Fusion = min(d.Fusion, *s.Partition)
 	}
 	if s.Credit == nil {
-		d.Credit = max(d.Credit, *s.Partition)
+		d.Credit = creditPartitions * *s.Partition
 		s.Credit = &d.Credit
 	}
+	// Fusing up to more than a partition would defeat the partition size.
+	d.Fusion = *s.Partition
 	if s.Fusion == nil {
 		s.Fusion = &d.Fusion
 	}
@@ -138,7 +156,7 @@ func (w *Worker) adoptSettings(text []byte) error {
 	if err := json.Unmarshal(text, &s); err != nil {
 		return fmt.Errorf("rank 0's settings can't be read: %w", err)
 	}
-	s, err := s.withDefaults()
+	s, err := s.withDefaults(gradientBytes(w.opt.Tensors))
 	if err != nil {
 		return fmt.Errorf("rank 0's settings are wrong: %w", err)
 	}
@@ -154,4 +172,13 @@ func (w *Worker) CurrentSettings() Settings {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	return w.settings
+}
+
+// gradientBytes is the size of all gradients of a model.
+func gradientBytes(tensors []Tensor) int64 {
+	var sum int64
+	for _, t := range tensors {
+		sum += max(t.Bytes, 0)
+	}
+	return sum
 }

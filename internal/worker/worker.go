@@ -146,7 +146,7 @@ func Open(o Options) (*Worker, error) {
 	if err := o.validate(); err != nil {
 		return nil, err
 	}
-	settings, err := o.Settings.withDefaults()
+	settings, err := o.Settings.withDefaults(gradientBytes(o.Tensors))
 	if err != nil {
 		return nil, err
 	}

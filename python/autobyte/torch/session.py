@@ -388,7 +388,7 @@ def _identity(model: nn.Module) -> list[dict]:
     """What all ranks must have alike: parameters, frozen ones too, and buffers."""
     out = []
     for name, p in model.named_parameters():
-        entry = describe(name, p) | {"bytes": 0, "space": 0}
+        entry = describe(name, p) | {"bytes": p.numel() * p.element_size() if p.requires_grad else 0, "space": 0}
         if not p.requires_grad:
             entry["dtype"] += " (frozen)"
         out.append(entry)
