@@ -6,6 +6,7 @@ they can speak.
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import re
@@ -57,6 +58,15 @@ ACTS = {
 
 def _raise(error: BaseException) -> None:
     raise error
+
+
+def train_and_destroy(*arguments: object) -> None:
+    """As train, with the way of ending that torch.distributed advises."""
+    try:
+        train(*arguments)
+    finally:
+        torch.distributed.destroy_process_group()
+        gc.collect()
 
 
 def train(rank: int, world: int, victims: tuple[int, ...], phase: str, act: str, options: dict, norm: bool = False) -> None:
@@ -186,6 +196,16 @@ def test_a_stopped_rank_is_named_within_the_timeout(world: int, victim: int, pha
         if ending.outcome.rank != victim:
             check_survivor(ending, victim)
             assert timeout_s - 1.1 < ending.said_s < timeout_s + 4
+
+
+@pytest.mark.parametrize(("world", "victim", "act"), [(2, 0, "stop"), (3, 2, "stop"), (3, 1, "raise"), (3, 0, "kill")])
+def test_destroy_process_group_after_a_failure_does_not_hang(world: int, victim: int, act: str) -> None:
+    """Though operations are under way that never end."""
+    stopped = (victim,) if act == "stop" else ()
+    endings = run(train_and_destroy, world, (victim,), "backward", act, {"timeout": 3}, stopped=stopped)
+    for ending in endings:
+        if ending.outcome.rank != victim:
+            check_survivor(ending, victim)
 
 
 @pytest.mark.parametrize(("world", "victim", "phase"), [(2, 0, "backward"), (2, 1, "forward"), (3, 1, "step"), (3, 0, "backward")])

@@ -271,6 +271,8 @@ class Session:
             self._closed = True
             return
         failure = None
+        if not reason and self.flow.in_pass:
+            reason = _told_by(sys.exc_info()[1])  # in a finally: what came of the pass is no gradient
         if not reason:
             try:
                 self.flow.close_pass(end_of_step=False)
@@ -331,14 +333,17 @@ def shutdown_all(group: dist.ProcessGroup | None = None, reason: str = "") -> No
         raise first
 
 
+def _told_by(error: BaseException | None) -> str:
+    """What the other ranks are told when an error ends this one; "" without an error."""
+    return f"its training stopped: {type(error).__name__}: {error}" if error is not None else ""
+
+
 def _at_exit() -> None:
     """Ends what the script left open; waits for the last step only if the script ended well."""
     crashed = getattr(sys, "last_value", None)
     for session in list(sessions.values()):
-        reason = ""
-        if crashed is not None:
-            reason = f"its training stopped: {type(crashed).__name__}: {crashed}"
-        elif session.flow.in_pass:
+        reason = _told_by(crashed)
+        if not reason and session.flow.in_pass:
             reason = "it ended between a backward pass and step()"
         try:
             session.shutdown(reason)
