@@ -21,10 +21,10 @@ build: need-go ## Build bin/autobyte and python/autobyte/libautobyte.so
 	@mv bin/libautobyte.so $(LIBRARY) && rm -f bin/libautobyte.h && echo "built bin/autobyte and $(LIBRARY)"
 
 venv: ## Make the Python environment (once, outside the clone) and print its path
-	@tools/venv
+	@venv=$$(tools/venv) && mkdir -p bin && ln -sfn "$$venv" bin/venv && echo "$$venv"
 
-demo: build ## Train a real model with DDP and with AutoByte over a slow network (as root: shaped)
-	@VENV=$$(tools/venv) && bin/autobyte demo --python "$$VENV/bin/python" $(DEMO_FLAGS)
+demo: build venv ## Train a real model with DDP and with AutoByte over a slow network (as root: shaped)
+	@bin/autobyte demo $(DEMO_FLAGS)
 
 test: build ## Run every test: go vet, go test -race, pytest
 	@tools/test all
@@ -35,10 +35,9 @@ test-short: build ## Run the tests that take seconds and need no root
 lint: need-go ## gofmt, go vet, staticcheck, ruff, compileall
 	@GO="$(GO)" STATICCHECK="$(STATICCHECK)" tools/lint
 
-bench: build ## Benchmarks of the Go packages, then a step of ResNet50 against DDP at 1 Gbit/s (root)
+bench: build venv ## Benchmarks of the Go packages, then a step of ResNet50 against DDP at 1 Gbit/s (root)
 	$(GO) test -run '^$$' -bench . -benchmem ./internal/...
-	@VENV=$$(tools/venv) && bin/autobyte bench --python "$$VENV/bin/python" \
-		--model resnet50 --workers 2 --engine external --vs ddp --rate 1gbit $(BENCH_FLAGS)
+	@bin/autobyte bench --model resnet50 --workers 2 --engine external --vs ddp --rate 1gbit $(BENCH_FLAGS)
 
 clean: ## Remove what was built here (the environment stays: it is outside the clone)
 	rm -rf bin demo $(LIBRARY) python/build python/dist python/*.egg-info python/.pytest_cache .pytest_cache .ruff_cache

@@ -2,6 +2,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -89,7 +90,7 @@ func (f *networkFlags) add(command *cobra.Command, rate string) {
 	flags.StringVar(&f.rate, "rate", rate, "rate of every worker's link, each way: kbit, mbit or gbit, or none (needs root)")
 	flags.IntVar(&f.workers, "workers", 2, "number of workers")
 	flags.StringVar(&f.congestion, "congestion", "", "TCP congestion control, such as cubic or bbr (needs root; default: this machine's)")
-	flags.StringVar(&f.python, "python", "python3", "Python interpreter of the workers, one that has torch")
+	flags.StringVar(&f.python, "python", "", "Python interpreter of the workers, one that has torch (default: AUTOBYTE_PYTHON, the one that make has set up, or python3)")
 }
 
 // cluster checks the flags and makes the cluster, which the caller must close.
@@ -101,7 +102,10 @@ func (f *networkFlags) cluster(command *cobra.Command) (c *lab.Cluster, notice s
 	if f.workers < 2 || f.workers > lab.MaxWorkers {
 		return nil, "", fmt.Errorf("--workers is %d: want 2 to %d", f.workers, lab.MaxWorkers)
 	}
-	if f.python, err = lab.FindPython(f.python); err != nil {
+	if err := usePackage(); err != nil {
+		return nil, "", err
+	}
+	if f.python, err = lab.FindPython(cmp.Or(f.python, defaultPython())); err != nil {
 		return nil, "", fmt.Errorf("--python: %w", err)
 	}
 	logger := slog.New(slog.NewTextHandler(command.ErrOrStderr(), nil))

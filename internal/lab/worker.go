@@ -9,6 +9,7 @@ import (
 	"net"
 	"os"
 	"os/exec"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -105,6 +106,10 @@ func (c *Cluster) runWorkers(ctx context.Context, python, part string, progress 
 		})
 	}
 	if err := c.RunAll(ctx, commands); err != nil {
+		if missing := missingModule.FindStringSubmatch(err.Error()); missing != nil {
+			err = fmt.Errorf("%w\n%s has no module %q: `make demo` and `make bench` set up an environment that has all, "+
+				"or install the package (pip install './python[torch]') and name that interpreter with --python", err, python, missing[1])
+		}
 		return nil, err
 	}
 	mu.Lock()
@@ -116,6 +121,9 @@ func (c *Cluster) runWorkers(ctx context.Context, python, part string, progress 
 	}
 	return results, nil
 }
+
+// missingModule finds the module that a Python program could not import.
+var missingModule = regexp.MustCompile(`No module named '([^']+)'`)
 
 // environment is this process's, with the given variables set.
 func environment(set ...string) []string {
