@@ -13,9 +13,10 @@ from torch.optim import Optimizer
 
 from autobyte import config
 from autobyte._lib import AutoByteError
-from autobyte.torch.plain import wrap_plainly
+from autobyte.torch.plain import Alone, Plain
 from autobyte.torch.rendezvous import base_group
-from autobyte.torch.session import Session, install_process_hooks, session_of, sessions, shutdown_all
+from autobyte.torch.session import Session, install_process_hooks, session_of, sessions, shutdown_all, shutdown_one
+from autobyte.torch.slots import is_registered
 
 __all__ = ["AutoByteError", "configure", "shutdown", "stats", "synchronize", "wrap"]
 
@@ -64,12 +65,13 @@ def wrap(
     enabled = config.is_enabled()
     _refuse_wrapped(model)
     base = base_group(process_group)
-    if dist.get_world_size(base) == 1:
-        return model, optimizer
-    if not enabled:
-        return wrap_plainly(model, optimizer, base)
     install_process_hooks()
-    Session(model, optimizer, options, base)
+    if dist.get_world_size(base) == 1:
+        sessions[model] = Alone(model, base)
+    elif not enabled:
+        sessions[model] = Plain(model, optimizer, base)
+    else:
+        sessions[model] = Session(model, optimizer, options, base)
     return model, optimizer
 
 
@@ -84,6 +86,9 @@ def _refuse_wrapped(model: nn.Module) -> None:
             )
         if module in sessions:
             raise ValueError("wrap(): the model is wrapped already; call ab.shutdown() first to wrap it anew")
+    for name, p in model.named_parameters():
+        if is_registered(p):
+            raise ValueError(f"wrap(): parameter {name} belongs to another wrapped model: wrap one model that holds both")
 
 
 def configure(
@@ -109,22 +114,17 @@ def configure(
         options.fusion = config.parse_size(fusion, "fusion", 0)
     if policy is not None:
         options.policy = config.resolve(policy=policy).policy
-    if _is_alone(model):
-        return
     session_of(model).configure(options.settings(), first_pass)
 
 
 def stats(model: nn.Module) -> dict:
     """What this rank has done so far, with units in the keys (bytes, seconds as ``_s``)."""
-    if _is_alone(model):
-        return {"rank": 0, "world_size": 1}
     return session_of(model).stats()
 
 
 def synchronize(model: nn.Module) -> None:
     """Waits for all gradients under way and applies all pending updates."""
-    if not _is_alone(model):
-        session_of(model).synchronize()
+    session_of(model).synchronize()
 
 
 def shutdown(model: nn.Module | None = None) -> None:
@@ -132,13 +132,4 @@ def shutdown(model: nn.Module | None = None) -> None:
     if model is None:
         shutdown_all()
     elif model in sessions:
-        sessions[model].shutdown()
-
-
-def _is_alone(model: nn.Module) -> bool:
-    """True where wrap() had nothing to do: one rank, or AUTOBYTE=0."""
-    if model in sessions:
-        return False
-    return not config.is_enabled() or not dist.is_initialized() or dist.get_world_size() == 1
-
-
+        shutdown_one(model)

@@ -6,6 +6,7 @@ import ctypes
 import logging
 import os
 import time
+import zlib
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -66,9 +67,18 @@ class Meeting:
         """A process group of our own over the same ranks. After connect: making one waits for all
         ranks and can't be interrupted, so they must be there."""
         ranks = dist.get_process_group_ranks(self._base)
-        extra = {} if len(ranks) == dist.get_world_size() else {"use_local_synchronization": True}
         backend, timeout = _backend(self._base, self._device), _timeout(self._base, self._device)
-        group = dist.new_group(ranks, timeout=timeout, backend=backend, **extra)
+        if len(ranks) == dist.get_world_size():
+            group = dist.new_group(ranks, timeout=timeout, backend=backend)
+        else:
+            # PyTorch names groups by counting them. The ranks outside take no part in this one, so it is not
+            # counted: it is named by a number of its own, and the groups that all make later fit together.
+            world = dist.distributed_c10d._world
+            count, world.group_count = world.group_count, zlib.crc32(f"{self.job}/{len(self._groups)}".encode())
+            try:
+                group = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
+            finally:
+                world.group_count = count
         self._groups.append(group)
         return group
 

@@ -22,14 +22,15 @@ from autobyte.torch import slots as slot_registry
 from autobyte.torch.flow import Flow, Patience, describe, in_backward
 from autobyte.torch.gates import Gates, Hook, put_method, take_method
 from autobyte.torch.issue import Issuer
+from autobyte.torch.plain import Alone
 from autobyte.torch.rendezvous import Broadcaster, Meeting
 from autobyte.torch.slots import Slot, State
 from autobyte.torch.updates import Updates, check_optimizer, gradient_while_applying
 
 log = logging.getLogger("autobyte")
 
-#: Sessions that are not shut down, by model.
-sessions: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictionary()
+#: What wrap() made of models and is not shut down: a Session, or what plain.py has instead.
+sessions: weakref.WeakKeyDictionary[nn.Module, Session | Alone] = weakref.WeakKeyDictionary()
 
 #: Seconds that the end waits for the issuing thread, and for operations that were issued.
 _END_S = 3.0
@@ -79,7 +80,6 @@ class Session:
         self._set_parameters()
         self.updates.install()
         self._install()
-        sessions[model] = self
 
     # -- wiring
 
@@ -175,6 +175,10 @@ class Session:
     @property
     def pending(self) -> int:
         return self.updates.pending
+
+    @property
+    def in_pass(self) -> bool:
+        return self.flow.in_pass
 
     @property
     def inside(self) -> bool:
@@ -291,7 +295,6 @@ class Session:
 
     def _end(self, reason: str) -> None:
         self._closed = True
-        sessions.pop(self.model, None)
         with contextlib.suppress(AutoByteError):
             self.handle.stop()
         self.updates.inside = True
@@ -313,20 +316,25 @@ class Session:
             self._meeting.abandon()
 
 
-def session_of(model: nn.Module) -> Session:
+def session_of(model: nn.Module) -> Session | Alone:
     session = sessions.get(model)
     if session is None:
         raise ValueError("this model is not wrapped: call wrap(model, optimizer) first, and pass the model it returned")
     return session
 
 
+def shutdown_one(model: nn.Module, reason: str = "") -> None:
+    """Shuts down what wrap() made of a model."""
+    sessions.pop(model).shutdown(reason)
+
+
 def shutdown_all(group: dist.ProcessGroup | None = None, reason: str = "") -> None:
     """Shuts down every session, or those on a process group; the first error is raised at the end."""
     first = None
-    for session in list(sessions.values()):
+    for model, session in list(sessions.items()):
         if group is None or session.base == group:
             try:
-                session.shutdown(reason)
+                shutdown_one(model, reason)
             except Exception as error:
                 first = first or error
     if first is not None:
@@ -346,7 +354,7 @@ def _at_exit() -> None:
         if not reason and session.flow.in_pass:
             reason = "it ended between a backward pass and step()"
         try:
-            session.shutdown(reason)
+            shutdown_one(model, reason)
         except BaseException as error:  # noqa: BLE001 - the interpreter is on its way out
             log.error("at exit: %s", error)
 
