@@ -112,7 +112,7 @@ func (w *Worker) lostErrorLocked(lost control.Lost, context string) error {
 
 // oldestLocked is the oldest pass that is not reduced, or the current one.
 func (w *Worker) oldestLocked() uint64 {
-	if w.sched != nil && w.pass > 1 && !w.sched.StepDone(w.pass-1) {
+	if w.sched != nil && w.pass > 1 && !w.reducedLocked(w.pass-1) {
 		return w.pass - 1
 	}
 	return w.pass

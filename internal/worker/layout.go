@@ -141,7 +141,7 @@ func (w *Worker) installLocked(order []int32) error {
 	w.sched = sched.New(layout, role)
 	w.plans = make(map[sched.Config]*sched.Plan)
 	w.lastPass = make([]uint64, len(order))
-	w.opened = w.pass
+	w.opened, w.older = w.pass, w.pass
 	return nil
 }
 

@@ -257,7 +257,7 @@ func (w *Worker) reducedRunLocked(position, limit int) int {
 	}
 	end := min(position+max(limit, 1), len(w.lastPass))
 	p := position
-	for p < end && w.sched.TensorDone(w.lastPass[p], p) {
+	for p < end && (w.lastPass[p] == 0 || w.sched.TensorDone(w.lastPass[p], p)) { // 0: it took part in none
 		p++
 	}
 	return p - position
@@ -294,5 +294,11 @@ func (w *Worker) idleLocked() bool {
 	if w.sched == nil {
 		return true
 	}
-	return !w.inPass && w.sched.StepDone(w.pass) && (w.pass < 2 || w.sched.StepDone(w.pass-1))
+	return !w.inPass && w.reducedLocked(w.pass) && (w.pass == 0 || w.reducedLocked(w.pass-1))
+}
+
+// reducedLocked reports whether a pass that has begun here is reduced. Those
+// of older layouts are, since a layout changes only while nothing is under way.
+func (w *Worker) reducedLocked(pass uint64) bool {
+	return pass <= w.older || w.sched.StepDone(pass)
 }

@@ -106,6 +106,7 @@ type Worker struct {
 	sched     *sched.Scheduler
 	events    []control.Event // follower: what the leader said and can't be applied yet
 	pass      uint64          // number of the last pass that began here; 0 before the first
+	older     uint64          // the last pass that began under an older layout
 	opened    uint64          // highest step that sched has opened
 	inPass    bool            // gradients of pass may still come
 	lastPass  []uint64        // by forward position: the pass it last took part in
