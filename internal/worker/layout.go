@@ -26,7 +26,9 @@ func (w *Worker) SetTensors(tensors []Tensor, order []int32) error {
 	if err := w.failureLocked(""); err != nil {
 		return err
 	}
-	if w.group == nil {
+	select {
+	case <-w.joined:
+	default: // what rank 0 announced now would reach nobody
 		return errors.New("SetTensors before Joined")
 	}
 	if w.inPass || (w.sched != nil && w.sched.Alive() > 0) {

@@ -15,6 +15,7 @@ import (
 	"io"
 	"log/slog"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"autobyte/internal/control"
@@ -65,7 +66,7 @@ func (o *Options) validate() error {
 	if o.Rank < 0 || o.Rank >= o.World {
 		return fmt.Errorf("rank is %d; it must be from 0 to %d", o.Rank, o.World-1)
 	}
-	if o.TimeoutS < 0 || o.TimeoutS > 1e7 {
+	if !(o.TimeoutS >= 0 && o.TimeoutS <= 1e7) {
 		return fmt.Errorf("timeout is %g s; it must be above 0 (0 means %s)", o.TimeoutS, DefaultTimeout)
 	}
 	o.timeout = time.Duration(o.TimeoutS * float64(time.Second))
@@ -85,6 +86,7 @@ type Worker struct {
 	rendezvous Rendezvous
 	cancel     context.CancelFunc
 	ctx        context.Context
+	joining    atomic.Bool   // Join was called
 	joined     chan struct{} // closed when joining ended, well or badly
 
 	mu      sync.Mutex
@@ -200,6 +202,9 @@ func (w *Worker) Join(r *Rendezvous) error {
 	if (r == nil) != (w.opt.Rank == leader) {
 		return fmt.Errorf("rank %d: the rendezvous is given to every rank but rank 0", w.opt.Rank)
 	}
+	if w.joining.Swap(true) {
+		return errors.New("Join was called before")
+	}
 	go func() {
 		defer close(w.joined)
 		defer w.recoverAsFailure("join")
@@ -269,9 +274,11 @@ func (w *Worker) Shutdown(reason string) error {
 		}
 		err = group.Close()
 	}
-	select {
-	case <-w.joined:
-	case <-time.After(time.Second): // Join was never called, or is stuck in the kernel
+	if w.joining.Load() {
+		select {
+		case <-w.joined:
+		case <-time.After(time.Second): // stuck in the kernel
+		}
 	}
 	w.mu.Lock()
 	if late := w.group; late != nil && late != group { // joined while we were leaving
