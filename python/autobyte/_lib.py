@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import weakref
 from ctypes import POINTER, byref, c_char_p, c_int, c_int32, c_int64, c_uint64
 from pathlib import Path
 
@@ -96,6 +97,37 @@ class _Library:
 _loaded: _Library | None = None
 
 
+class _Forked:
+    """What the library is in a forked child. Go's threads did not come along: a call might never return."""
+
+    def __getattr__(self, name: str) -> object:
+        if name in ("blocking", "quick"):
+            return self
+        return self._refuse
+
+    @staticmethod
+    def _refuse(*_: object) -> None:
+        raise AutoByteError(
+            "this process was forked from one that uses AutoByte, which can't be used here: "
+            "train in the parent, or start the child with spawn and wrap the model there"
+        )
+
+
+_handles: weakref.WeakSet[Handle] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    global _loaded
+    if _loaded is None:
+        return  # the child may load the library itself
+    _loaded = _Forked()
+    for handle in _handles:
+        handle.use(_loaded)
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 def load() -> _Library:
     """The library, loaded at the first use."""
     global _loaded
@@ -126,9 +158,8 @@ class Handle:
     """One rank of one model. Methods raise AutoByteError with the reason."""
 
     def __init__(self, options: dict) -> None:
-        self._library = load()
-        self._blocking, self._quick = self._library.blocking, self._library.quick
-        self._ready, self._wait_now = self._quick.ab_ready, self._quick.ab_wait
+        self.use(load())
+        _handles.add(self)
         self._run = c_int(0)  # of the thread that trains, the only one that waits for tensors
         self._run_pointer = ctypes.pointer(self._run)
         number = c_int(0)
@@ -136,6 +167,11 @@ class Handle:
         if self._blocking.ab_open(json.dumps(options).encode(), byref(number)) != OK:
             raise AutoByteError(self.error())
         self.number = number.value
+
+    def use(self, library: _Library | _Forked) -> None:
+        """Sets what calls go to."""
+        self._blocking, self._quick = library.blocking, library.quick
+        self._ready, self._wait_now = library.quick.ab_ready, library.quick.ab_wait
 
     def error(self) -> str:
         return _text(self._quick.ab_errmsg, self.number) or "unknown error"
