@@ -14,6 +14,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 if TYPE_CHECKING:
@@ -26,11 +27,12 @@ def _nothing(*_: object, **__: object) -> None:
 
 
 class Hook:
-    """A hook that a copy or a pickle of the model does not take along."""
+    """A hook that a copy or a pickle of the model does not take along, and that torch.compile does not look into."""
 
     def __init__(self, call: Callable[..., None]) -> None:
         self._call = call
 
+    @torch.compiler.disable
     def __call__(self, *args: object, **kwargs: object) -> None:
         self._call(*args, **kwargs)
 
@@ -48,9 +50,10 @@ def _named(name: str) -> Callable:
 class Gate:
     """The parameters that one module owns."""
 
-    def __init__(self, session: Session, slots: list[Slot]) -> None:
+    def __init__(self, session: Session, slots: list[Slot], in_compiled: bool = False) -> None:
         self.session = session
         self.slots = slots
+        self._in_compiled = in_compiled  # the module lies in a compiled region, whose entry is gated
         self._unseen = True
 
     def used(self) -> None:
@@ -70,6 +73,8 @@ class Gate:
 
     def one_used(self, param: object) -> None:
         """One parameter is read by name."""
+        if self._in_compiled and torch.compiler.is_compiling():
+            return
         if self._unseen:
             self.session.note_use([slot for slot in self.slots if slot.param is param])
         if self.session.pending and not self.session.inside:
@@ -155,21 +160,52 @@ def _plain_method(owner: nn.Module, name: str) -> Callable:
     return types.MethodType(method, owner)
 
 
+class CompiledCall:
+    """The call of a module that ``module.compile()`` has compiled, with a gate before it."""
+
+    def __init__(self, module: nn.Module, gate: Gate) -> None:
+        self.original, self._gate = module._compiled_call_impl, gate
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        self._gate.used()
+        return self.original(*args, **kwargs)
+
+
 class Gates:
-    """All gates of one model, and how to take them off again."""
+    """All gates of one model, and how to take them off again.
+
+    What is compiled has one gate, at the entry of the compiled region: hooks
+    inside it would cut the region into pieces.
+    """
 
     def __init__(self, session: Session, model: nn.Module, slot_of: dict[int, Slot]) -> None:
         self._modules: list[nn.Module] = []
         self._handles = []
+        self._compiled: list[nn.Module] = []
+        root_of = {module: root for root in _compiled_roots(model) for module in root.modules()}
+        slots_in: dict[nn.Module, list[Slot]] = {}
         for module in model.modules():
             own = [slot_of[id(p)] for p in dict.values(module._parameters) if p is not None and id(p) in slot_of]
             if not own:
                 continue
-            gate = Gate(session, own)
+            gate = Gate(session, own, in_compiled=module in root_of)
             module.__dict__["_parameters"] = GatedParameters(module._parameters, gate)
-            hook = Hook(lambda *_, gate=gate: gate.used())
-            self._handles.append(module.register_forward_pre_hook(hook))
             self._modules.append(module)
+            if module in root_of:
+                slots_in.setdefault(root_of[module], []).extend(own)
+            else:
+                self._put_hook(module, gate)
+        for root, slots in slots_in.items():
+            gate = Gate(session, list(dict.fromkeys(slots)))
+            if isinstance(root, torch._dynamo.OptimizedModule):
+                self._put_hook(root, gate)  # its own hooks run before the compiled region
+            else:
+                root._compiled_call_impl = CompiledCall(root, gate)
+                self._compiled.append(root)
+
+    def _put_hook(self, module: nn.Module, gate: Gate) -> None:
+        hook = Hook(lambda *_: gate.used())
+        self._handles.append(module.register_forward_pre_hook(hook))
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -178,6 +214,16 @@ class Gates:
             parameters = module.__dict__["_parameters"]
             if isinstance(parameters, GatedParameters):
                 module.__dict__["_parameters"] = dict(dict.items(parameters))
+        for module in self._compiled:
+            if isinstance(module._compiled_call_impl, CompiledCall):
+                module._compiled_call_impl = module._compiled_call_impl.original
+
+
+def _compiled_roots(module: nn.Module) -> list[nn.Module]:
+    """The outermost modules that torch.compile has compiled."""
+    if isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None:
+        return [module]
+    return [root for child in module.children() for root in _compiled_roots(child)]
 
 
 def put_method(owner: nn.Module, name: str, call: Callable) -> None:

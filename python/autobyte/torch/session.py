@@ -184,6 +184,7 @@ class Session:
     def inside(self) -> bool:
         return self.updates.inside
 
+    @torch.compiler.disable
     def apply(self, slots: list[Slot]) -> None:
         self.updates.apply(slots)
 
