@@ -208,12 +208,11 @@ func (w *Worker) Join(r *Rendezvous) error {
 	go func() {
 		defer close(w.joined)
 		defer w.recoverAsFailure("join")
-		ctx, cancel := context.WithTimeout(w.ctx, w.opt.timeout)
-		defer cancel()
+		// The control plane keeps the time limit, and says at its end who is missing.
 		group := w.group
 		if r != nil {
 			var err error
-			if group, err = control.Join(ctx, w.controlOptions(), *r); err != nil {
+			if group, err = control.Join(w.ctx, w.controlOptions(), *r); err != nil {
 				w.fail(err, false)
 				return
 			}
@@ -221,7 +220,7 @@ func (w *Worker) Join(r *Rendezvous) error {
 			w.group = group
 			w.mu.Unlock()
 		}
-		if err := group.Await(ctx); err != nil {
+		if err := group.Await(w.ctx); err != nil {
 			w.fail(err, false)
 			return
 		}
