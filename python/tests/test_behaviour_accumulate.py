@@ -227,9 +227,10 @@ def check_adversaries_in_one_model(rank: int) -> None:
 
 def check_adversaries_in_two_models(rank: int) -> None:
     """Two wrapped models and two optimizers; the discriminator is frozen by turns, or just gets gradients that are dropped."""
-    import autobyte.torch as ab
     from checks import SMALL, assert_same, state_of
     from torch.nn.parallel import DistributedDataParallel
+
+    import autobyte.torch as ab
 
     for freeze in (False, True):
         outcomes = []

@@ -8,7 +8,7 @@ from collections import defaultdict
 
 import pytest
 import torch
-from checks import SMALL, adam, assert_same, batch, compare, loss_of, mlp, names_of_checks, run_checks, sgd, state_of
+from checks import SMALL, adam, assert_same, batch, compare, loss_of, names_of_checks, run_checks, sgd, state_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

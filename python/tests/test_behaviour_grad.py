@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from checks import ManualAverage, adam, assert_same, batch, compare, loss_of, mlp, names_of_checks, raises, run_checks, sgd
+from checks import (
+    ManualAverage,
+    adam,
+    assert_same,
+    batch,
+    compare,
+    loss_of,
+    mlp,
+    names_of_checks,
+    raises,
+    run_checks,
+    sgd,
+)
 
 pytestmark = pytest.mark.slow
 

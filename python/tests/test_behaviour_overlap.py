@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from checks import batch, names_of_checks, loss_of, mlp, run_checks
+from checks import batch, loss_of, mlp, names_of_checks, run_checks
 
 pytestmark = pytest.mark.slow
 

@@ -417,8 +417,9 @@ def check_the_barrier_on_demand(rank: int) -> None:
 
 def check_a_stale_weight_is_refused(rank: int) -> None:
     """A forward pass that reads a held reference while its update is pending ends in an error with its name."""
-    import autobyte.torch as ab
     from checks import raises
+
+    import autobyte.torch as ab
 
     model = mlp()
     model, optimizer = ab.wrap(model, adam(model.parameters()))

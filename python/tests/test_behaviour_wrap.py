@@ -10,7 +10,20 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
-from checks import SMALL, adam, assert_same, batch, compare, loss_of, mlp, names_of_checks, raises, run_checks, sgd, state_of
+from checks import (
+    SMALL,
+    adam,
+    assert_same,
+    batch,
+    compare,
+    loss_of,
+    mlp,
+    names_of_checks,
+    raises,
+    run_checks,
+    sgd,
+    state_of,
+)
 from ranks import init_gloo, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel

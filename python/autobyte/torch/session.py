@@ -350,9 +350,9 @@ def _told_by(error: BaseException | None) -> str:
 def _at_exit() -> None:
     """Ends what the script left open; waits for the last step only if the script ended well."""
     crashed = getattr(sys, "last_value", None)
-    for session in list(sessions.values()):
+    for model, session in list(sessions.items()):
         reason = _told_by(crashed)
-        if not reason and session.flow.in_pass:
+        if not reason and session.in_pass:
             reason = "it ended between a backward pass and step()"
         try:
             shutdown_one(model, reason)
