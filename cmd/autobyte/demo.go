@@ -59,7 +59,7 @@ is the largest difference between the two trained models, over all parameters an
 	}
 	network.add(command, "200mbit")
 	flags := command.Flags()
-	flags.IntVar(&epochs, "epochs", 20, "how many times to go through the training images")
+	flags.IntVar(&epochs, "epochs", 14, "how many times to go through the training images")
 	flags.IntVar(&steps, "steps", 0, "train for this many steps instead of whole epochs")
 	flags.StringVar(&out, "out", "demo/result.json", "file for the result, empty for none")
 	flags.BoolVar(&asJSON, "json", false, "print the result as JSON")

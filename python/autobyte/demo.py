@@ -168,7 +168,7 @@ def say(**fields: object) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="autobyte.demo", description=__doc__.partition("\n")[0])
     parser.add_argument("--mode", required=True, choices=["ddp", "autobyte", "compare"])
-    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--epochs", type=int, default=14)
     parser.add_argument("--steps", type=int, default=0, help="train for this many steps instead of epochs")
     parser.add_argument("--batch", type=int, default=128, help="samples a step on each rank")
     parser.add_argument("--out", type=Path, help="folder for the trained parameters, one file a rank")
