@@ -24,7 +24,7 @@ from checks import (
     sgd,
     state_of,
 )
-from ranks import init_gloo, run_ranks
+from ranks import Ranks, init_gloo, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -354,6 +354,32 @@ def train_alone(rank: int, world: int) -> None:
 
 def test_one_rank() -> None:
     run_ranks(train_alone, 1)
+
+
+# -- the end of the process
+
+
+def leave(rank: int, world: int, how: str) -> None:
+    """Ends with an update pending and nothing shut down."""
+    import autobyte.torch as ab
+
+    init_gloo(20)
+    model, optimizer = make()
+    ab.wrap(model, optimizer, **SMALL)
+    train(model, optimizer, rank)
+    if how == "destroyed":
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("how", ["left", "destroyed"])
+@pytest.mark.parametrize("switch", ["0", "1"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_exit(how: str, switch: str, world: int) -> None:
+    with Ranks(leave, world, how, env={"AUTOBYTE": switch}) as ranks:
+        for outcome in ranks.wait(60):
+            assert outcome.returncode == 0, outcome.output
+            for sign in ("at exit", "Traceback", "ERROR"):
+                assert sign not in outcome.output, outcome.output
 
 
 # -- switched off

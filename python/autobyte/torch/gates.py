@@ -221,7 +221,7 @@ class Gates:
 
 def _compiled_roots(module: nn.Module) -> list[nn.Module]:
     """The outermost modules that torch.compile has compiled."""
-    if isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None:
+    if isinstance(module, torch._dynamo.OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None:
         return [module]
     return [root for child in module.children() for root in _compiled_roots(child)]
 
