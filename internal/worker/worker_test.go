@@ -400,3 +400,32 @@ func TestWaitReturnsARun(t *testing.T) {
 		t.Errorf("runs from tensor 1 on: %v, want %v", runs, want)
 	}
 }
+
+// Before a layout's first pass there is nothing to wait for, whatever ran
+// under an older one.
+func TestAFreshLayoutHasNothingToWaitFor(t *testing.T) {
+	t.Parallel()
+	r := ready(t, 2, small)
+	defer r.close()
+	idle := func(m *rank) error {
+		if err := m.Drain(0); err != nil {
+			return err
+		}
+		_, err := m.Wait(2, 1, 0)
+		return err
+	}
+	must(t, r.each(idle)...)
+	step1(t, r)
+	must(t, r.each(func(m *rank) error {
+		if _, _, err := m.Close(true); err != nil {
+			return err
+		}
+		if err := m.again(func() error { return m.Drain(slice) }); err != nil {
+			return err
+		}
+		if err := m.lay(m.tensors, inOrder(m.tensors)); err != nil {
+			return err
+		}
+		return idle(m)
+	})...)
+}
