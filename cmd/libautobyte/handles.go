@@ -50,6 +50,17 @@ func (t *table) add(w *worker.Worker) int {
 	return h
 }
 
+// forked returns an error in a child of the process that opened the first
+// handle: the runtime's threads were not forked with it.
+func (t *table) forked() error {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.pid != 0 && t.pid != os.Getpid() {
+		return errForked
+	}
+	return nil
+}
+
 func (t *table) get(h int) (*instance, error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()

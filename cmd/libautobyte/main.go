@@ -52,6 +52,10 @@ func textOf(h C.int, buf *C.char, size C.int, f func(*worker.Worker) (string, er
 	return putText(text, buf, size)
 }
 
+// errNull says which argument of a call may not be NULL. It is returned before
+// the call has any effect.
+func errNull(name string) error { return fmt.Errorf("%s: NULL given", name) }
+
 func parse(text *C.char, into any, what string) error {
 	if text == nil {
 		return fmt.Errorf("%s: NULL given, JSON expected", what)
@@ -81,7 +85,10 @@ func ab_open(options *C.char, handle *C.int) (code C.int) {
 		Log bool `json:"log"`
 	}
 	if handle == nil {
-		return C.int(handles.fail(0, errors.New("handle: NULL given")))
+		return C.int(handles.fail(0, errNull("handle")))
+	}
+	if err := handles.forked(); err != nil {
+		return C.int(handles.fail(0, err))
 	}
 	if err := parse(options, &o, "options"); err != nil {
 		return C.int(handles.fail(0, err))
@@ -160,6 +167,9 @@ func ab_set_tensors(h C.int, tensors *C.char, order *C.int32_t, orderLen C.int) 
 //export ab_layout
 func ab_layout(h, waitMS C.int, offsets *C.int64_t, order *C.int32_t, tensors C.int, spaceBytes *C.int64_t, spaces C.int) C.int {
 	return C.int(call(int(h), func(w *worker.Worker) error {
+		if offsets == nil || order == nil || spaceBytes == nil {
+			return errNull("offsets, order or space_bytes")
+		}
 		info, err := w.LayoutReady(millis(waitMS))
 		if err != nil {
 			return err
@@ -183,6 +193,9 @@ func ab_ready(h, tensor, waitMS C.int) C.int {
 //export ab_close_pass
 func ab_close_pass(h, endOfStep C.int, pass *C.uint64_t, absent *C.int) C.int {
 	return C.int(call(int(h), func(w *worker.Worker) error {
+		if pass == nil || absent == nil {
+			return errNull("pass or absent")
+		}
 		p, n, err := w.Close(endOfStep != 0)
 		*pass, *absent = C.uint64_t(p), C.int(n)
 		return err
@@ -192,6 +205,9 @@ func ab_close_pass(h, endOfStep C.int, pass *C.uint64_t, absent *C.int) C.int {
 //export ab_absent
 func ab_absent(h C.int, pass C.uint64_t, waitMS C.int, tensors *C.int32_t, limit C.int, count *C.int) C.int {
 	return C.int(call(int(h), func(w *worker.Worker) error {
+		if count == nil || tensors == nil && limit > 0 {
+			return errNull("tensors or count")
+		}
 		absent, err := w.Absent(uint64(pass), millis(waitMS))
 		if err != nil {
 			return err
@@ -223,6 +239,9 @@ func ab_drain(h, waitMS C.int) C.int {
 //export ab_next
 func ab_next(h, waitMS C.int, op *C.ab_op) C.int {
 	return C.int(call(int(h), func(w *worker.Worker) error {
+		if op == nil {
+			return errNull("op")
+		}
 		next, err := w.Take(millis(waitMS))
 		if err != nil {
 			return err
@@ -289,6 +308,9 @@ func ab_stop(h C.int) C.int {
 //export ab_wait_idle
 func ab_wait_idle(h, waitMS C.int, left *C.int) C.int {
 	return C.int(call(int(h), func(w *worker.Worker) error {
+		if left == nil {
+			return errNull("left")
+		}
 		*left = C.int(w.WaitIdle(millis(waitMS)))
 		return nil
 	}))
@@ -300,9 +322,10 @@ func ab_shutdown(h C.int, reason *C.char) C.int {
 	if reason != nil {
 		why = C.GoString(reason)
 	}
-	code := C.int(call(int(h), func(w *worker.Worker) error { return w.Shutdown(why) }))
-	handles.remove(int(h))
-	return code
+	return C.int(call(int(h), func(w *worker.Worker) error {
+		defer handles.remove(int(h)) // its error, if any, is found under the handle that is gone
+		return w.Shutdown(why)
+	}))
 }
 
 //export ab_errmsg
