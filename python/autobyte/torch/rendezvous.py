@@ -17,8 +17,8 @@ from autobyte._lib import AutoByteError, Handle
 
 log = logging.getLogger("autobyte")
 
-#: Longest wait in the store at a time, so that Ctrl-C works.
-_STORE_SLICE = timedelta(milliseconds=200)
+#: Pause between looks into the store.
+_STORE_PAUSE_S = 0.02
 
 #: Times wrap() was called for a base group, by the group's name: equal on all
 #: its ranks, since all of them wrap.
@@ -55,9 +55,10 @@ class Meeting:
         """Joins the libraries of all ranks; returns when all agree on the tensors."""
         if self.rank == 0:
             self._store.set("rendezvous", handle.rendezvous())
+            self._store.add("rendezvous there", 1)
             handle.join(None)
         else:
-            handle.join(self._wait_for("rendezvous", timeout_s).decode())
+            handle.join(self._wait_for_rendezvous(timeout_s).decode())
         while not handle.joined():
             pass
         if self.rank == 0:
@@ -93,17 +94,16 @@ class Meeting:
         for group in self._groups:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
-    def _wait_for(self, key: str, timeout_s: float) -> bytes:
+    def _wait_for_rendezvous(self, timeout_s: float) -> bytes:
         deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                self._store.wait([key], _STORE_SLICE)
-                return self._store.get(key)
-            except RuntimeError as error:  # DistStoreError is one; PyTorch 2.1 has no check() to ask with
-                if time.monotonic() > deadline:
-                    raise AutoByteError(
-                        f"rank 0 did not reach wrap() within {timeout_s:g} s: every rank of the process group must call it"
-                    ) from error
+        # Asked for with a count, since the store's own waits warn on stderr, and PyTorch 2.1's has no check().
+        while self._store.add("rendezvous there", 0) == 0:
+            if time.monotonic() > deadline:
+                raise AutoByteError(
+                    f"rank 0 did not reach wrap() within {timeout_s:g} s: every rank of the process group must call it"
+                )
+            time.sleep(_STORE_PAUSE_S)
+        return self._store.get("rendezvous")
 
 
 def _backend(base: dist.ProcessGroup, device: torch.device) -> str:
