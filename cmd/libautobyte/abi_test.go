@@ -130,7 +130,7 @@ func TestEveryExportRecovers(t *testing.T) {
 			continue
 		}
 		exports++
-		protected := f.Name.Name == "ab_version" || f.Name.Name == "ab_errmsg"
+		protected := f.Name.Name == "go_version" || f.Name.Name == "go_errmsg"
 		ast.Inspect(f.Body, func(n ast.Node) bool {
 			if c, ok := n.(*ast.CallExpr); ok {
 				if id, ok := c.Fun.(*ast.Ident); ok && slices.Contains([]string{"call", "textOf", "recover"}, id.Name) {

@@ -13,7 +13,7 @@
  *  - No function calls back, keeps a pointer, changes signals or exits. Any
  *    thread may call, but ab_ready, ab_close_pass and ab_set_tensors belong to
  *    the one thread that trains, and ab_next to one thread that issues.
- *  - After fork() the child may not call anything: it gets AB_ERROR.
+ *  - After fork() the child may not call anything: it gets AB_ERROR, always.
  *
  * Words: a tensor is one parameter's gradient and is named by its index in the
  * list given to ab_set_tensors. A pass is one backward pass; passes count from

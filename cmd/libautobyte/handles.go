@@ -3,7 +3,6 @@ package main
 import (
 	"errors"
 	"fmt"
-	"os"
 	"runtime/debug"
 	"sync"
 
@@ -32,33 +31,17 @@ type table struct {
 	next      int
 	instances map[int]*instance
 	openErr   string
-	pid       int // of the process that opened the first handle
 }
 
 var handles = table{next: 1, instances: make(map[int]*instance)}
-
-var errForked = errors.New("this process was forked from the one that started AutoByte: " +
-	"a child (a DataLoader worker, say) must not use the model's gradients or the optimizer; start it with spawn or leave training to the parent")
 
 func (t *table) add(w *worker.Worker) int {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	h := t.next
 	t.next++
-	t.pid = os.Getpid()
 	t.instances[h] = &instance{worker: w}
 	return h
-}
-
-// forked returns an error in a child of the process that opened the first
-// handle: the runtime's threads were not forked with it.
-func (t *table) forked() error {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	if t.pid != 0 && t.pid != os.Getpid() {
-		return errForked
-	}
-	return nil
 }
 
 func (t *table) get(h int) (*instance, error) {
@@ -67,9 +50,6 @@ func (t *table) get(h int) (*instance, error) {
 	in := t.instances[h]
 	if in == nil {
 		return nil, fmt.Errorf("handle %d is not open", h)
-	}
-	if t.pid != os.Getpid() {
-		return in, errForked
 	}
 	return in, nil
 }

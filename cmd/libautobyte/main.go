@@ -1,6 +1,7 @@
 // Command libautobyte is the C interface, built with -buildmode=c-shared. What
 // each function does is said in autobyte.h, which is written by hand; the test
-// in this folder compiles a C program against it.
+// in this folder compiles a C program against it. ab_x of the header is in
+// guard.c, which keeps a forked child out, and calls go_x here.
 package main
 
 // #define AUTOBYTE_TYPES_ONLY
@@ -70,11 +71,11 @@ func parse(text *C.char, into any, what string) error {
 	return nil
 }
 
-//export ab_version
-func ab_version(buf *C.char, size C.int) C.int { return putText(autobyte.Version, buf, size) }
+//export go_version
+func go_version(buf *C.char, size C.int) C.int { return putText(autobyte.Version, buf, size) }
 
-//export ab_open
-func ab_open(options *C.char, handle *C.int) (code C.int) {
+//export go_open
+func go_open(options *C.char, handle *C.int) (code C.int) {
 	defer func() {
 		if r := recover(); r != nil {
 			code = C.int(handles.fail(0, fmt.Errorf("internal error: %v\n%s", r, debug.Stack())))
@@ -86,9 +87,6 @@ func ab_open(options *C.char, handle *C.int) (code C.int) {
 	}
 	if handle == nil {
 		return C.int(handles.fail(0, errNull("handle")))
-	}
-	if err := handles.forked(); err != nil {
-		return C.int(handles.fail(0, err))
 	}
 	if err := parse(options, &o, "options"); err != nil {
 		return C.int(handles.fail(0, err))
@@ -104,16 +102,16 @@ func ab_open(options *C.char, handle *C.int) (code C.int) {
 	return codeOK
 }
 
-//export ab_rendezvous
-func ab_rendezvous(h C.int, buf *C.char, size C.int) C.int {
+//export go_rendezvous
+func go_rendezvous(h C.int, buf *C.char, size C.int) C.int {
 	return textOf(h, buf, size, func(w *worker.Worker) (string, error) {
 		text, err := json.Marshal(w.Rendezvous())
 		return string(text), err
 	})
 }
 
-//export ab_join
-func ab_join(h C.int, rendezvous *C.char) C.int {
+//export go_join
+func go_join(h C.int, rendezvous *C.char) C.int {
 	return C.int(call(int(h), func(w *worker.Worker) error {
 		if rendezvous == nil {
 			return w.Join(nil)
@@ -126,13 +124,13 @@ func ab_join(h C.int, rendezvous *C.char) C.int {
 	}))
 }
 
-//export ab_joined
-func ab_joined(h, waitMS C.int) C.int {
+//export go_joined
+func go_joined(h, waitMS C.int) C.int {
 	return C.int(call(int(h), func(w *worker.Worker) error { return w.Joined(millis(waitMS)) }))
 }
 
-//export ab_check
-func ab_check(h C.int, what *C.char) C.int {
+//export go_check
+func go_check(h C.int, what *C.char) C.int {
 	return C.int(call(int(h), func(w *worker.Worker) error {
 		if what == nil {
 			return w.Check("")
@@ -141,16 +139,16 @@ func ab_check(h C.int, what *C.char) C.int {
 	}))
 }
 
-//export ab_settings
-func ab_settings(h C.int, buf *C.char, size C.int) C.int {
+//export go_settings
+func go_settings(h C.int, buf *C.char, size C.int) C.int {
 	return textOf(h, buf, size, func(w *worker.Worker) (string, error) {
 		text, err := json.Marshal(w.CurrentSettings())
 		return string(text), err
 	})
 }
 
-//export ab_set_tensors
-func ab_set_tensors(h C.int, tensors *C.char, order *C.int32_t, orderLen C.int) C.int {
+//export go_set_tensors
+func go_set_tensors(h C.int, tensors *C.char, order *C.int32_t, orderLen C.int) C.int {
 	return C.int(call(int(h), func(w *worker.Worker) error {
 		var list []worker.Tensor
 		if err := parse(tensors, &list, "tensors"); err != nil {
@@ -164,8 +162,8 @@ func ab_set_tensors(h C.int, tensors *C.char, order *C.int32_t, orderLen C.int) 
 	}))
 }
 
-//export ab_layout
-func ab_layout(h, waitMS C.int, offsets *C.int64_t, order *C.int32_t, tensors C.int, spaceBytes *C.int64_t, spaces C.int) C.int {
+//export go_layout
+func go_layout(h, waitMS C.int, offsets *C.int64_t, order *C.int32_t, tensors C.int, spaceBytes *C.int64_t, spaces C.int) C.int {
 	return C.int(call(int(h), func(w *worker.Worker) error {
 		if offsets == nil || order == nil || spaceBytes == nil {
 			return errNull("offsets, order or space_bytes")
@@ -185,13 +183,13 @@ func ab_layout(h, waitMS C.int, offsets *C.int64_t, order *C.int32_t, tensors C.
 	}))
 }
 
-//export ab_ready
-func ab_ready(h, tensor, waitMS C.int) C.int {
+//export go_ready
+func go_ready(h, tensor, waitMS C.int) C.int {
 	return C.int(call(int(h), func(w *worker.Worker) error { return w.Ready(int(tensor), millis(waitMS)) }))
 }
 
-//export ab_close_pass
-func ab_close_pass(h, endOfStep C.int, pass *C.uint64_t, absent *C.int) C.int {
+//export go_close_pass
+func go_close_pass(h, endOfStep C.int, pass *C.uint64_t, absent *C.int) C.int {
 	return C.int(call(int(h), func(w *worker.Worker) error {
 		if pass == nil || absent == nil {
 			return errNull("pass or absent")
@@ -202,8 +200,8 @@ func ab_close_pass(h, endOfStep C.int, pass *C.uint64_t, absent *C.int) C.int {
 	}))
 }
 
-//export ab_absent
-func ab_absent(h C.int, pass C.uint64_t, waitMS C.int, tensors *C.int32_t, limit C.int, count *C.int) C.int {
+//export go_absent
+func go_absent(h C.int, pass C.uint64_t, waitMS C.int, tensors *C.int32_t, limit C.int, count *C.int) C.int {
 	return C.int(call(int(h), func(w *worker.Worker) error {
 		if count == nil || tensors == nil && limit > 0 {
 			return errNull("tensors or count")
@@ -220,8 +218,8 @@ func ab_absent(h C.int, pass C.uint64_t, waitMS C.int, tensors *C.int32_t, limit
 	}))
 }
 
-//export ab_wait
-func ab_wait(h, tensor, limit, waitMS C.int, run *C.int) C.int {
+//export go_wait
+func go_wait(h, tensor, limit, waitMS C.int, run *C.int) C.int {
 	return C.int(call(int(h), func(w *worker.Worker) error {
 		n, err := w.Wait(int(tensor), int(limit), millis(waitMS))
 		if run != nil {
@@ -231,13 +229,13 @@ func ab_wait(h, tensor, limit, waitMS C.int, run *C.int) C.int {
 	}))
 }
 
-//export ab_drain
-func ab_drain(h, waitMS C.int) C.int {
+//export go_drain
+func go_drain(h, waitMS C.int) C.int {
 	return C.int(call(int(h), func(w *worker.Worker) error { return w.Drain(millis(waitMS)) }))
 }
 
-//export ab_next
-func ab_next(h, waitMS C.int, op *C.ab_op) C.int {
+//export go_next
+func go_next(h, waitMS C.int, op *C.ab_op) C.int {
 	return C.int(call(int(h), func(w *worker.Worker) error {
 		if op == nil {
 			return errNull("op")
@@ -252,18 +250,18 @@ func ab_next(h, waitMS C.int, op *C.ab_op) C.int {
 	}))
 }
 
-//export ab_sent
-func ab_sent(h C.int, step C.uint64_t, index C.int) C.int {
+//export go_sent
+func go_sent(h C.int, step C.uint64_t, index C.int) C.int {
 	return C.int(call(int(h), func(w *worker.Worker) error { return w.Sent(uint64(step), int(index)) }))
 }
 
-//export ab_done
-func ab_done(h C.int, step C.uint64_t, index C.int) C.int {
+//export go_done
+func go_done(h C.int, step C.uint64_t, index C.int) C.int {
 	return C.int(call(int(h), func(w *worker.Worker) error { return w.Done(uint64(step), int(index)) }))
 }
 
-//export ab_failed
-func ab_failed(h C.int, step C.uint64_t, index C.int, why *C.char) C.int {
+//export go_failed
+func go_failed(h C.int, step C.uint64_t, index C.int, why *C.char) C.int {
 	return C.int(call(int(h), func(w *worker.Worker) error {
 		cause := "no reason given"
 		if why != nil {
@@ -273,8 +271,8 @@ func ab_failed(h C.int, step C.uint64_t, index C.int, why *C.char) C.int {
 	}))
 }
 
-//export ab_configure
-func ab_configure(h C.int, settings *C.char, firstPass C.uint64_t) C.int {
+//export go_configure
+func go_configure(h C.int, settings *C.char, firstPass C.uint64_t) C.int {
 	return C.int(call(int(h), func(w *worker.Worker) error {
 		var change worker.Settings
 		if err := parse(settings, &change, "settings"); err != nil {
@@ -284,29 +282,29 @@ func ab_configure(h C.int, settings *C.char, firstPass C.uint64_t) C.int {
 	}))
 }
 
-//export ab_stats
-func ab_stats(h C.int, buf *C.char, size C.int) C.int {
+//export go_stats
+func go_stats(h C.int, buf *C.char, size C.int) C.int {
 	return textOf(h, buf, size, func(w *worker.Worker) (string, error) {
 		text, err := json.Marshal(w.Stats())
 		return string(text), err
 	})
 }
 
-//export ab_waiting_for
-func ab_waiting_for(h C.int, buf *C.char, size C.int) C.int {
+//export go_waiting_for
+func go_waiting_for(h C.int, buf *C.char, size C.int) C.int {
 	return textOf(h, buf, size, func(w *worker.Worker) (string, error) { return w.WaitingFor(), nil })
 }
 
-//export ab_stop
-func ab_stop(h C.int) C.int {
+//export go_stop
+func go_stop(h C.int) C.int {
 	return C.int(call(int(h), func(w *worker.Worker) error {
 		w.Stop()
 		return nil
 	}))
 }
 
-//export ab_wait_idle
-func ab_wait_idle(h, waitMS C.int, left *C.int) C.int {
+//export go_wait_idle
+func go_wait_idle(h, waitMS C.int, left *C.int) C.int {
 	return C.int(call(int(h), func(w *worker.Worker) error {
 		if left == nil {
 			return errNull("left")
@@ -316,8 +314,8 @@ func ab_wait_idle(h, waitMS C.int, left *C.int) C.int {
 	}))
 }
 
-//export ab_shutdown
-func ab_shutdown(h C.int, reason *C.char) C.int {
+//export go_shutdown
+func go_shutdown(h C.int, reason *C.char) C.int {
 	why := ""
 	if reason != nil {
 		why = C.GoString(reason)
@@ -328,7 +326,7 @@ func ab_shutdown(h C.int, reason *C.char) C.int {
 	}))
 }
 
-//export ab_errmsg
-func ab_errmsg(h C.int, buf *C.char, size C.int) C.int {
+//export go_errmsg
+func go_errmsg(h C.int, buf *C.char, size C.int) C.int {
 	return putText(handles.message(int(h)), buf, size)
 }

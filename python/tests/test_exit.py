@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import signal
 import threading
 import time
 
@@ -154,6 +155,26 @@ def settled(measure, wanted: int) -> int:
     return measure()
 
 
+def in_child(call) -> str:
+    """What a forked child gets from a call, which must return: "ok", or its error."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)
+        try:
+            call()
+            text = "ok"
+        except Exception as error:  # noqa: BLE001 - it is what the test looks at
+            text = f"{type(error).__name__}: {error}"
+        os.write(writer, text.encode())
+        os._exit(0)
+    os.close(writer)
+    with open(reader, "rb") as pipe:
+        text = pipe.read().decode()
+    os.waitpid(pid, 0)
+    return text
+
+
 def wrap_many_times(rank: int, world: int) -> dict[str, object]:
     import autobyte.torch as ab
 
@@ -164,6 +185,7 @@ def wrap_many_times(rank: int, world: int) -> dict[str, object]:
     ab.wrap(module, optimizer)
     out["threads while wrapped"] = threads()
     train(module, optimizer, rank)
+    out["forked child"] = in_child(lambda: ab.stats(module)), in_child(lambda: [p.grad for p in module.parameters()])
     ab.shutdown(module)
     out["threads after shutdown"] = threads()
     out["grad is a property"] = "grad" in nn.Parameter.__dict__
@@ -209,6 +231,13 @@ def test_the_thread_ends_with_shutdown(left) -> None:
     for result in left:
         assert "autobyte-issue" in result["threads while wrapped"]
         assert not [name for name in result["threads after shutdown"] if name.startswith("autobyte")]
+
+
+def test_a_forked_child_is_refused(left) -> None:
+    """Though updates are pending that the read of a gradient would wait for."""
+    for result in left:
+        for text in result["forked child"]:
+            assert text.startswith("AutoByteError: this process was forked")
 
 
 def test_shutdown_leaves_the_model_as_it_was(left) -> None:
