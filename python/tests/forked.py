@@ -151,7 +151,7 @@ def _become_rank(arguments: list[str], variables: dict[str, str], output: str) -
 
 if __name__ == "__main__":
     import torch
-    import torch._dynamo  # imported by the first optimizer
+    import torch._dynamo  # noqa: F401 - the first optimizer imports it
 
     import autobyte.torch  # noqa: F401 - imports, and does not load the library
 
