@@ -42,7 +42,6 @@ type member struct {
 
 	mu     sync.Mutex
 	events []Event
-	active int // calls of Handle that are running
 }
 
 type lockedBuffer struct {

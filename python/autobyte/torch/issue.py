@@ -5,20 +5,23 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections.abc import Callable
+from queue import Empty, SimpleQueue
 
 import torch
 import torch.distributed as dist
 
-from autobyte._lib import AGAIN, OK, AutoByteError, Handle, Op
+from autobyte._lib import AGAIN, OK, Handle, Op
+from autobyte.torch.rendezvous import WORK_SLICE, has_ended
 
 
 class Issuer:
     """Drains the library's queue into ``torch.distributed`` all-reduces.
 
     Collectives of one group must be issued in one order on every rank: the
-    library decides it, and there is one such thread per model. gloo's and
-    MPI's futures complete when the partition is reduced; NCCL's when it is
-    enqueued, so there a second thread waits for CUDA events.
+    library decides it, and there is one such thread per model. A second one
+    waits for what was issued, in slices of time, so that it can be ended: a
+    callback of an operation that ends while the interpreter does would abort
+    the process.
     """
 
     def __init__(self, handle: Handle, group: dist.ProcessGroup, device: torch.device, on_error: Callable) -> None:
@@ -28,7 +31,7 @@ class Issuer:
         self._spaces: list[torch.Tensor] = []
         self._slices: dict[tuple[int, int, int], torch.Tensor] = {}
         self._event_of_range: Callable[[int, int, int], list] | None = None
-        self._waiter = _EventWaiter(handle, on_error) if device.type == "cuda" else None
+        self._completions = _Completions(handle, on_error)
         self._thread = threading.Thread(target=self._run, name="autobyte-issue", daemon=True)
         self._thread.start()
 
@@ -38,11 +41,9 @@ class Issuer:
         self._event_of_range = events
 
     def join(self, timeout_s: float) -> bool:
-        """Waits for the thread to end after ``Handle.stop``; False if it did not."""
+        """Waits for the threads to end after ``Handle.stop``, whatever is under way; False if they did not."""
         self._thread.join(timeout_s)
-        if self._waiter is not None:
-            self._waiter.stop(timeout_s)
-        return not self._thread.is_alive()
+        return self._completions.stop(timeout_s) and not self._thread.is_alive()
 
     def is_alive(self) -> bool:
         return self._thread.is_alive()
@@ -74,64 +75,58 @@ class Issuer:
                 for event in self._event_of_range(space, offset, size):
                     torch.cuda.current_stream(self._device).wait_event(event)
             work = self._group.allreduce([part], self._options)
-            if self._waiter is not None:
+            if self._device.type == "cuda":
                 work.wait()  # NCCL: orders this thread's stream after the operation, does not block
-                done = torch.cuda.Event()
-                done.record(torch.cuda.current_stream(self._device))
-                self._waiter.put(step, index, done)
+                event = torch.cuda.Event()
+                event.record(torch.cuda.current_stream(self._device))
+                self._completions.put(step, index, lambda: _has_passed(event))
             else:
-                work.get_future().add_done_callback(lambda future: self._answer(step, index, future))
+                self._completions.put(step, index, lambda: has_ended(work))
         except Exception as error:  # noqa: BLE001 - whatever torch.distributed says
             self._handle.failed(step, index, _reason(error))
 
-    def _answer(self, step: int, index: int, future: torch.futures.Future) -> None:
-        """Runs in the engine's thread when an operation has ended."""
-        try:
-            try:
-                future.value()
-            except Exception as error:  # noqa: BLE001
-                self._handle.failed(step, index, _reason(error))
-            else:
-                self._handle.done(step, index)
-        except AutoByteError as error:
-            self._on_error(error)
 
-
-class _EventWaiter:
-    """Waits for CUDA events in their order and reports their partitions."""
+class _Completions:
+    """Waits for what was issued and reports it. Operations end in about the order in which they were issued."""
 
     def __init__(self, handle: Handle, on_error: Callable) -> None:
         self._handle, self._on_error = handle, on_error
-        self._ready = threading.Condition()
-        self._queue: list[tuple[int, int, torch.cuda.Event]] = []
+        self._queue: SimpleQueue[tuple[int, int, Callable[[], bool]]] = SimpleQueue()
         self._stopped = False
-        self._thread = threading.Thread(target=self._run, name="autobyte-events", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="autobyte-complete", daemon=True)
         self._thread.start()
 
-    def put(self, step: int, index: int, event: torch.cuda.Event) -> None:
-        with self._ready:
-            self._queue.append((step, index, event))
-            self._ready.notify()
+    def put(self, step: int, index: int, has_ended: Callable[[], bool]) -> None:
+        """has_ended waits for a slice of time, and raises if the operation has failed."""
+        self._queue.put((step, index, has_ended))
 
-    def stop(self, timeout_s: float) -> None:
-        with self._ready:
-            self._stopped = True
-            self._ready.notify()
+    def stop(self, timeout_s: float) -> bool:
+        self._stopped = True
         self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         try:
-            while True:
-                with self._ready:
-                    while not self._queue and not self._stopped:
-                        self._ready.wait(0.1)
-                    if not self._queue:
-                        return
-                    step, index, event = self._queue.pop(0)
-                event.synchronize()
-                self._handle.done(step, index)
-        except BaseException as error:  # noqa: BLE001
+            while not self._stopped:
+                try:
+                    step, index, has_ended = self._queue.get(timeout=WORK_SLICE.total_seconds())
+                except Empty:
+                    continue
+                try:
+                    while not has_ended():
+                        if self._stopped:
+                            return
+                except Exception as error:  # noqa: BLE001 - whatever torch.distributed says
+                    self._handle.failed(step, index, _reason(error))
+                else:
+                    self._handle.done(step, index)
+        except BaseException as error:  # noqa: BLE001 - the training thread must hear of it
             self._on_error(error)
+
+
+def _has_passed(event: torch.cuda.Event) -> bool:
+    event.synchronize()
+    return True
 
 
 def ranges_to_events(starts: list[list[int]], slots: list[list]) -> Callable[[int, int, int], list]:

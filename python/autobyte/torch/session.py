@@ -32,7 +32,7 @@ log = logging.getLogger("autobyte")
 #: What wrap() made of models and is not shut down: a Session, or what plain.py has instead.
 sessions: weakref.WeakKeyDictionary[nn.Module, Session | Alone] = weakref.WeakKeyDictionary()
 
-#: Seconds that the end waits for the issuing thread, and for operations that were issued.
+#: Seconds in which the issuing threads end.
 _END_S = 3.0
 
 
@@ -307,8 +307,6 @@ class Session:
         take_method(self.model, "no_sync")
         self.model.__dict__["no_sync"] = contextlib.nullcontext
         ended = self.issuer.join(_END_S)
-        with contextlib.suppress(AutoByteError):
-            ended = self.handle.wait_idle(int(_END_S * 1000)) == 0 and ended
         with contextlib.suppress(AutoByteError):
             self.handle.shutdown(reason)
         if ended and not reason:
