@@ -48,7 +48,7 @@ func Listen(o Options) (*Group, Rendezvous, error) {
 		return nil, Rendezvous{}, err
 	}
 	g.deadline = time.AfterFunc(o.Timeout, func() {
-		g.giveUp(fmt.Errorf("not all ranks joined within %v", o.Timeout))
+		g.giveUp(fmt.Errorf("not all ranks joined within %v (a longer timeout lets them come later)", o.Timeout))
 	})
 	g.run("heartbeat", g.heartbeat)
 	g.startIfCompleteLocked() // a world of one

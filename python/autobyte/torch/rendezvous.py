@@ -100,7 +100,8 @@ class Meeting:
         while self._store.add("rendezvous there", 0) == 0:
             if time.monotonic() > deadline:
                 raise AutoByteError(
-                    f"rank 0 did not reach wrap() within {timeout_s:g} s: every rank of the process group must call it"
+                    f"rank 0 did not reach wrap() within {timeout_s:g} s: every rank of the process group must call it, "
+                        "and a longer timeout= lets it come later"
                 )
             time.sleep(_STORE_PAUSE_S)
         return self._store.get("rendezvous")
