@@ -4,7 +4,10 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math"
 	"regexp"
+	"strconv"
+	"strings"
 	"text/tabwriter"
 
 	"github.com/spf13/cobra"
@@ -49,7 +52,7 @@ type benchResult struct {
 	Versions          map[string]string `json:"versions"`
 }
 
-var sizePattern = regexp.MustCompile(`^\d+(\.\d+)? ?(B|KiB|MiB|GiB|KB|MB|GB)?$`)
+var sizePattern = regexp.MustCompile(`^(?i)(\d+(?:\.\d+)?) ?(B|KiB|MiB|GiB|KB|MB|GB)?$`)
 
 func newBench() *cobra.Command {
 	var f benchFlags
@@ -102,9 +105,13 @@ func (f *benchFlags) validate() error {
 	if f.policy != "" && f.policy != "priority" && f.policy != "fifo" {
 		return fmt.Errorf("--policy is %q: want priority or fifo", f.policy)
 	}
-	for _, size := range []struct{ flag, value string }{{"partition", f.partition}, {"credit", f.credit}, {"fusion", f.fusion}} {
-		if size.value != "" && !sizePattern.MatchString(size.value) {
-			return fmt.Errorf("--%s is %q: want bytes or a number with B, KiB, MiB, GiB, KB, MB or GB, such as 4MiB", size.flag, size.value)
+	for _, size := range []struct {
+		flag, value string
+		minimum     float64 // bytes, as autobyte.torch.wrap has it
+	}{{"partition", f.partition, 64}, {"credit", f.credit, 1}, {"fusion", f.fusion, 0}} {
+		if size.value != "" && !(bytesOf(size.value) >= size.minimum) {
+			return fmt.Errorf("--%s is %q: want at least %g bytes, as a number or with B, KiB, MiB, GiB, KB, MB or GB, such as 4MiB",
+				size.flag, size.value, size.minimum)
 		}
 	}
 	if f.steps < 1 || f.rounds < 1 || f.steps < f.rounds {
@@ -114,6 +121,23 @@ func (f *benchFlags) validate() error {
 		return fmt.Errorf("--compute-ms is %v: want 0 to 1000000", f.computeMS)
 	}
 	return nil
+}
+
+// bytesOf is the size that a text names, NaN if it names none.
+func bytesOf(text string) float64 {
+	parts := sizePattern.FindStringSubmatch(text)
+	if parts == nil {
+		return math.NaN()
+	}
+	number, err := strconv.ParseFloat(parts[1], 64)
+	if err != nil {
+		return math.NaN()
+	}
+	return number * sizeUnits[strings.ToUpper(parts[2])]
+}
+
+var sizeUnits = map[string]float64{
+	"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 1e3, "MB": 1e6, "GB": 1e9,
 }
 
 func (f *benchFlags) profile() (model.Profile, error) {

@@ -33,6 +33,11 @@ is the largest difference between the two trained models, over all parameters an
 			if steps < 0 || steps == 1 || epochs < 1 {
 				return fmt.Errorf("--steps is %d and --epochs %d: want at least 2 steps (or 0 for whole epochs) and 1 epoch", steps, epochs)
 			}
+			if out != "" {
+				if err := checkWritable(out); err != nil {
+					return fmt.Errorf("--out: %w", err)
+				}
+			}
 			c, notice, err := network.cluster(command)
 			if err != nil {
 				return err

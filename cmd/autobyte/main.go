@@ -50,6 +50,9 @@ func newRoot() *cobra.Command {
 		SilenceUsage:  true,
 		SilenceErrors: true,
 	}
+	root.SetFlagErrorFunc(func(command *cobra.Command, err error) error {
+		return fmt.Errorf("%w; see `%s --help`", err, command.CommandPath())
+	})
 	root.AddCommand(newDemo(), newBench(), newVersion())
 	return root
 }
@@ -117,6 +120,11 @@ func (f *networkFlags) cluster(command *cobra.Command) (c *lab.Cluster, notice s
 		fmt.Fprintf(command.ErrOrStderr(), "%d workers in %s\n", f.workers, c.Describe())
 	} else {
 		fmt.Fprintln(command.ErrOrStderr(), notice)
+		for _, name := range []string{"rate", "congestion"} {
+			if command.Flags().Changed(name) {
+				fmt.Fprintf(command.ErrOrStderr(), "--%s has no effect without root\n", name)
+			}
+		}
 	}
 	return c, notice, nil
 }
@@ -125,6 +133,21 @@ func writeJSON(to io.Writer, value any) error {
 	encoder := json.NewEncoder(to)
 	encoder.SetIndent("", "  ")
 	return encoder.Encode(value)
+}
+
+// checkWritable says now what writing a file would say after minutes of work.
+func checkWritable(path string) error {
+	if info, err := os.Stat(path); err == nil && info.IsDir() {
+		return fmt.Errorf("%s is a folder, the name of a file is wanted", path)
+	}
+	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+		return err
+	}
+	probe, err := os.CreateTemp(filepath.Dir(path), ".result-*")
+	if err != nil {
+		return err
+	}
+	return errors.Join(probe.Close(), os.Remove(probe.Name()))
 }
 
 // writeFile writes the value's JSON to a file that is either whole or as it was before.

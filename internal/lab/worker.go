@@ -107,7 +107,7 @@ func (c *Cluster) runWorkers(ctx context.Context, python, part string, progress 
 	}
 	if err := c.RunAll(ctx, commands); err != nil {
 		if missing := missingModule.FindStringSubmatch(err.Error()); missing != nil {
-			err = fmt.Errorf("%w\n%s has no module %q: `make demo` and `make bench` set up an environment that has all, "+
+			err = fmt.Errorf("%w\n%s has no module %q: `make venv` sets up an environment that has all, "+
 				"or install the package (pip install './python[torch]') and name that interpreter with --python", err, python, missing[1])
 		}
 		return nil, err

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 ENGINES = ("auto", "external")
 POLICIES = ("priority", "fifo")
 DEFAULT_TIMEOUT_S = 60.0
+MAX_SIZE = 1 << 50  # bytes
 
 _UNITS = {
     "": 1, "B": 1,
@@ -30,10 +31,10 @@ def parse_size(value: int | str, name: str, minimum: int = 1) -> int:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
         if match and match[2].upper() in _UNITS:
             size = float(match[1]) * _UNITS[match[2].upper()]
-    if size < minimum or size != int(size) or size > 1 << 50:
+    if size < minimum or size != int(size) or size > MAX_SIZE:
         raise OptionError(
-            f"{name}={value!r}: a size is whole bytes or a number with a unit, such as 1048576, '4MiB' or '500KB', "
-            f"and at least {minimum} B"
+            f"{name}={value!r}: a size is whole bytes or a number with a unit (B, KB, MB, GB, KiB, MiB, GiB), "
+            f"such as 1048576, '4MiB' or '500KB', from {minimum} B to {MAX_SIZE} B"
         )
     return int(size)
 
@@ -41,7 +42,7 @@ def parse_size(value: int | str, name: str, minimum: int = 1) -> int:
 def parse_timeout(value: float | str, name: str) -> float:
     """Seconds."""
     try:
-        seconds = float(value)
+        seconds = -1.0 if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
         seconds = -1.0
     if not 0.1 <= seconds <= 1e6:
@@ -119,7 +120,7 @@ def resolve(**arguments: object) -> Options:
     for name, parse in _PARSERS.items():
         value, source = arguments.get(name), name
         if value is None:
-            value, source = os.environ.get(_VARIABLES[name]), _VARIABLES[name]
-        if value is not None and value != "":
+            value, source = os.environ.get(_VARIABLES[name]) or None, _VARIABLES[name]  # an empty one is unset
+        if value is not None:
             setattr(options, name, parse(value, source))
     return options

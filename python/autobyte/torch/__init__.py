@@ -104,6 +104,7 @@ def configure(
 
     Rank 0's call decides; the other ranks may call it too, to no effect.
     Training does not stall and nothing is copied. With one rank it does nothing.
+    Sizes and policy are given as to ``wrap``; first_pass counts backward passes from 1.
     """
     options = config.Options()
     if partition is not None:
@@ -114,6 +115,8 @@ def configure(
         options.fusion = config.parse_size(fusion, "fusion", 0)
     if policy is not None:
         options.policy = config.resolve(policy=policy).policy
+    if isinstance(first_pass, bool) or not isinstance(first_pass, int) or first_pass < 0:
+        raise config.OptionError(f"first_pass={first_pass!r}: the number of a backward pass, counted from 1, or 0 for the next one")
     session_of(model).configure(options.settings(), first_pass)
 
 
@@ -131,5 +134,7 @@ def shutdown(model: nn.Module | None = None) -> None:
     """Finishes what is under way and leaves the model, or all models, plain. Also done at exit."""
     if model is None:
         shutdown_all()
+    elif not isinstance(model, nn.Module):
+        raise TypeError(f"shutdown(): a {type(model).__name__} was given, a model or nothing is needed")
     elif model in sessions:
         shutdown_one(model)

@@ -29,6 +29,10 @@ def base_group(given: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """The group to train in; the default one unless another is given."""
     if not dist.is_available() or not dist.is_initialized():
         raise AutoByteError("torch.distributed is not initialized: call init_process_group() before wrap()")
+    if given is not None and given != dist.GroupMember.NON_GROUP_MEMBER and not isinstance(given, dist.ProcessGroup):
+        raise TypeError(
+            f"wrap(): process_group is a {type(given).__name__}, a torch.distributed.ProcessGroup (from new_group) or None is needed"
+        )
     group = given if given is not None else dist.distributed_c10d._get_default_group()
     if group == dist.GroupMember.NON_GROUP_MEMBER:
         raise AutoByteError("this rank is not a member of the given process_group: only its members may call wrap()")

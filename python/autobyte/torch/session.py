@@ -316,7 +316,7 @@ class Session:
 
 
 def session_of(model: nn.Module) -> Session | Alone:
-    session = sessions.get(model)
+    session = sessions.get(model) if isinstance(model, nn.Module) else None
     if session is None:
         raise ValueError("this model is not wrapped: call wrap(model, optimizer) first, and pass the model it returned")
     return session
@@ -388,7 +388,7 @@ def _one_device(model: nn.Module) -> torch.device:
             raise ValueError(f"wrap(): parameter {name} has no shape yet: run a forward pass of the model before wrap()")
     devices = {p.device for p in model.parameters() if p.requires_grad and p.numel() > 0}
     if not devices:
-        raise ValueError("wrap(): the model has no parameter that requires a gradient")
+        raise ValueError("wrap(): the model has no parameter that requires a gradient; call wrap() when at least one is trainable")
     kinds = {device.type for device in devices}
     if len(kinds) > 1 or not kinds <= {"cpu", "cuda"}:
         found = ", ".join(sorted(map(str, devices)))
