@@ -45,9 +45,6 @@ class Issuer:
         self._thread.join(timeout_s)
         return self._completions.stop(timeout_s) and not self._thread.is_alive()
 
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
-
     def _run(self) -> None:
         op = Op()
         try:
