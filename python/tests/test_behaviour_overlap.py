@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+
 import pytest
 import torch
 from checks import batch, loss_of, mlp, names_of_checks, run_checks
