@@ -160,9 +160,6 @@ func (w *Worker) Close(endOfIteration bool) (pass uint64, absent int, err error)
 	return pass, len(missing), err
 }
 
-// verdictPending marks a pass whose absent tensors are not yet compared.
-// A verdict is stored as a non-nil slice.
-
 // Absent waits until it is known which of the tensors that had no gradient
 // here in the pass had none on any rank, and returns their registration
 // indices. It may be asked once for a pass that Close reported absent tensors

@@ -106,15 +106,15 @@ type Worker struct {
 	plans      map[sched.Config]*sched.Plan
 
 	sched     *sched.Scheduler
-	events    []control.Event // follower: what the leader said and can't be applied yet
-	pass      uint64          // number of the last pass that began here; 0 before the first
-	older     uint64          // the last pass that began under an older layout
-	opened    uint64          // highest step that sched has opened
-	inPass    bool            // gradients of pass may still come
-	lastPass  []uint64        // by forward position: the pass it last took part in
-	iteration uint64          // optimizer iterations ended here
-	spans     [spanRing]span  // by step modulo: what is known of it
-	verdicts  map[uint64][]int
+	events    []control.Event  // follower: what the leader said and can't be applied yet
+	pass      uint64           // number of the last pass that began here; 0 before the first
+	older     uint64           // the last pass that began under an older layout
+	opened    uint64           // highest step that sched has opened
+	inPass    bool             // gradients of pass may still come
+	lastPass  []uint64         // by forward position: the pass it last took part in
+	iteration uint64           // optimizer iterations ended here
+	spans     [spanRing]span   // by step modulo: what is known of it
+	verdicts  map[uint64][]int // by pass with absent tensors here: those absent everywhere; nil until it is known
 
 	lost      []control.Lost
 	goneSince time.Time // when the first of them went

@@ -293,12 +293,6 @@ class Handle:
     def stop(self) -> None:
         self._check(self._quick.ab_stop(self.number))
 
-    def wait_idle(self, wait_ms: int = SLICE_MS) -> int:
-        """How many operations handed out are not answered."""
-        left = c_int(0)
-        self._check(self._blocking.ab_wait_idle(self.number, wait_ms, byref(left)))
-        return left.value
-
     def shutdown(self, reason: str = "") -> None:
         code = self._blocking.ab_shutdown(self.number, reason.encode())
         if code == ERROR:
