@@ -69,6 +69,13 @@ func (d *decoder) bool() bool {
 	return v == 1
 }
 
+func (d *decoder) uint16() uint16 {
+	if b := d.take(2); b != nil {
+		return binary.LittleEndian.Uint16(b)
+	}
+	return 0
+}
+
 func (d *decoder) uint32() uint32 {
 	if b := d.take(4); b != nil {
 		return binary.LittleEndian.Uint32(b)

@@ -39,8 +39,8 @@ const (
 	MaxSettings     = 1 << 20
 )
 
-// Type says what a frame's payload is. Types from 64 on are left to data
-// frames, whose payload will begin with step, epoch, offset and length.
+// Type says what a frame's payload is. Types from 64 on are of
+// data streams.
 type Type uint8
 
 // The types of frames. Hello to Refuse open a connection; the rest is control.
